@@ -1,8 +1,18 @@
-"""Helpers for tests of studies: a short training run, and the error line of a command."""
+"""Helpers for tests of studies: runs trained or made up, and the error line of a command."""
 
 import pytest
 
-from efx import main
+from efx import main, runfolder
+from efx.metrics import MetricsWriter
+
+LAUNCH = {
+    "git": {"revision": "c0ffee" * 6, "dirty": False},
+    "devices": {"kind": "cpu"},
+    "device_count": 1,
+    "cpu_count": 3,
+    "command_line": ["efx", "--config=configs/mod.py", "--workdir=x"],
+}
+TEXT = {"source": "abc", "eval_source": None, "held_out": "def"}
 
 
 def train(root, workdir, config, *settings):
@@ -19,3 +29,15 @@ def error_line(capsys, *names):
     line = capsys.readouterr().err
     assert line.startswith("efx: error: ") and line.count("\n") == 1, line
     assert all(name in line for name in names), line
+
+
+def logged_run(folder, config, rows, source="s", held_out="h"):
+    """The folder of a run with these rows of metrics: [(step, row)]."""
+    folder.mkdir(parents=True)
+    text = {"source": source, "eval_source": None, "held_out": held_out}
+    tokenizer = f"hash of {config['data']['tokenizer']}"
+    runfolder.open_run(folder, config, command_line=[]).commit({}, text=text, tokenizer=tokenizer)
+    with MetricsWriter(folder, tensorboard=False) as writer:
+        for step, row in rows:
+            writer.write(step, row)
+    return folder

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from study_helpers import error_line
 
+from efx import main
 from efx.studies import calm, composition, jobs, phatgoose, rehearsal
 
 
@@ -20,14 +20,6 @@ def test_a_mixture_alternates_pieces_and_cuts_at_lines():
     assert abs(mixed.count(b"a") - mixed.count(b"b")) <= 11
 
 
-def test_a_table_has_mean_and_deviation_over_seeds():
-    rows = {"base": [{"x": 1.0, "mean": 1.5}, {"x": 2.0, "mean": 1.5}],
-            "gates": [{"x": 0.5, "mean": 1.0, "experts a token": 2.0}] * 2}  # fmt: skip
-    text = composition.markdown(rows, [0, 1], "configs/x.py", "python -m x", "split")
-    assert "| base | 1.5000 ± 0.7071 | 1.5000 ± 0.0000 |  |" in text
-    assert "| gates | 0.5000 ± 0.0000 | 1.0000 ± 0.0000 | 2.0000 ± 0.0000 |" in text
-
-
 def commands_of(monkeypatch, study, tmp_path, *arguments, config):
     """The commands of a study's runs, none of which starts; evaluations are 1.0."""
     commands = []
@@ -41,40 +33,25 @@ def commands_of(monkeypatch, study, tmp_path, *arguments, config):
     monkeypatch.setattr(jobs, "run_main", run)
     monkeypatch.setattr(rehearsal, "check", lambda runs, in_order: None)
     monkeypatch.setattr(composition.SeedStudy, "mixture", composition.Rehearsal.mixture)
+    rows = {"eval/loss": 1.0, "eval/split_fraction": 0.5}
     monkeypatch.setattr(
-        composition.SeedStudy,
-        "evaluate",
-        lambda self, name: dict.fromkeys(
-            self.domains, {"eval/loss": 1.0, "eval/split_fraction": 0.5}
-        ),
+        composition.SeedStudy, "evaluate", lambda self, _: dict.fromkeys(self.domains, rows)
     )
-    status = study.main(
-        [
-            f"--config={config}",
-            f"--workdir={tmp_path}",
-            "--seeds=0,3",
-            f"--domain=a=text:{tmp_path}/a.txt",
-            f"--domain=b=text:{tmp_path}/b.txt",
-            *arguments,
-        ]
-    )
-    assert status == 0
+    flags = [f"--domain={name}=text:{tmp_path}/{name}.txt" for name in ("a", "b")]
+    flags += [f"--config={config}", f"--workdir={tmp_path}", "--seeds=0,3"]
+    assert study.main([*flags, *arguments]) == 0
     return commands
 
 
-@pytest.mark.parametrize(
-    "study, config, last",
-    [
-        (phatgoose, "configs/phatgoose.py:smoke", "adapter_of_all"),
-        (calm, "configs/calm.py", "bridge"),
-    ],
-)
-def test_efx_accepts_every_command_of_a_study(
-    monkeypatch, study, config, last, tmp_path, root, capsys
-):
-    """Its variants and settings exist; arguments of a stage go to that stage."""
-    from efx import main
+STUDIES = [
+    (phatgoose, "configs/phatgoose.py:smoke", "adapter_of_all"),
+    (calm, "configs/calm.py", "bridge"),
+]
 
+
+@pytest.mark.parametrize("study, config, last", STUDIES)
+def test_efx_accepts_every_command_of_a_study(monkeypatch, study, config, last, tmp_path, root):
+    """Its variants and settings exist; arguments of a stage go to that stage."""
     monkeypatch.chdir(root)
     short = {"steps": 2, "optim.schedule.warmup_steps": 1}
     extra = ("--", "--config.log.every=7")
@@ -89,10 +66,3 @@ def test_efx_accepts_every_command_of_a_study(
     assert len(set(folders)) == len(folders) == 2 * (10 if study is phatgoose else 5)
     table = json.loads((tmp_path / "table.json").read_text())
     assert all(len(rows) == 2 for rows in table.values())
-
-
-def test_bad_domains_are_refused(tmp_path, capsys):
-    for study, domains in ((phatgoose, ["a"]), (phatgoose, ["a=text:x"]), (calm, ["base=text:x"])):
-        arguments = [f"--domain={domain}" for domain in domains]
-        assert study.main([f"--workdir={tmp_path}", *arguments]) == 2
-        error_line(capsys, "--domain")

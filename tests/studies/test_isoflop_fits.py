@@ -15,7 +15,6 @@ from efx.studies.isoflop.bootstrap import (
     Estimate,
     degrees,
     draw_losses,
-    draw_seconds,
     with_draws,
 )
 from efx.studies.isoflop.points import Point, families
@@ -31,16 +30,16 @@ def best_size(truth, budget):
     return ratio * (budget / 6) ** (truth.b / (truth.a + truth.b))
 
 
-def around_the_best(truth, span, sizes=7, centre=lambda number: 1.0):
-    """Noise-free points at `sizes` sizes from 1/span to span times the best of each budget, which
+def around_the_best(truth, span, centre=lambda number: 1.0):
+    """Noise-free points at seven sizes from 1/span to span times the best of each budget, which
     is off by the factor centre(number of the budget)."""
-    rows = [
-        (f"{i}", budget, size, budget / 6 / size, 6 * size, 1e-12)
-        for number, budget in enumerate(BUDGETS)
-        for i, size in enumerate(
-            best_size(truth, budget) * centre(number) * np.geomspace(1 / span, span, sizes)
-        )
-    ]
+    rows = []
+    for number, budget in enumerate(BUDGETS):
+        sizes = best_size(truth, budget) * centre(number) * np.geomspace(1 / span, span, 7)
+        rows += [
+            (f"{i}", budget, size, budget / 6 / size, 6 * size, 1e-12)
+            for i, size in enumerate(sizes)
+        ]
     return measured(truth, rows)
 
 
@@ -68,14 +67,13 @@ def fixed_sizes(truth, cost, seconds=1e-12, budgets=(1e10, 1e11, 1e12), **noise)
     return measured(truth, rows, **noise)
 
 
-def some_of(points, indices):
-    """The `Measured` of some points."""
-    arrays = ("budgets", "parameters", "tokens", "flops")
+def with_seeds(points, chosen):
+    """The seeds `chosen[i]` of each point i."""
     fields = {
-        field.name: [getattr(points, field.name)[i] for i in indices]
-        for field in dataclasses.fields(points)
+        name: [of[some] for of, some in zip(getattr(points, name), chosen, strict=True)]
+        for name in ("losses", "seconds", "numbers")
     }
-    return analysis.Measured(**fields | {name: np.array(fields[name]) for name in arrays})
+    return dataclasses.replace(points, **fields)
 
 
 SMALL = law.Law(1.2, 6.0, 8.0, 0.3, 0.2)  # with optima among the fixed sizes
@@ -86,16 +84,11 @@ SMALL = law.Law(1.2, 6.0, 8.0, 0.3, 0.2)  # with optima among the fixed sizes
 
 @pytest.mark.parametrize(
     "truth, span, centre",
-    [
-        (SYMMETRIC, 2, lambda i: 1.0),
-        (ASYMMETRIC, 16, lambda i: 3.0),
-        (ASYMMETRIC, 16, lambda i: 3 ** (i / 4)),
-    ],
-    ids=["centred", "off", "drift"],
+    [(SYMMETRIC, 2, lambda i: 1.0), (ASYMMETRIC, 16, lambda i: 3 ** (i / 4))],
+    ids=["centred", "drift"],
 )
 def test_variable_projection_recovers_the_law(truth, span, centre):
-    """Without noise, where parabolas are biased (arXiv 2603.22339): a wide grid, one off its
-    centre or ever more so, and exponents that differ."""
+    """Without noise, also where parabolas are biased (arXiv 2603.22339)."""
     points = around_the_best(truth, span, centre=centre)
     found = law.fit(points.parameters, points.tokens, points.means)
     assert (found.a, found.b, found.E) == pytest.approx((truth.a, truth.b, truth.E), rel=1e-6)
@@ -122,21 +115,7 @@ def test_parabolas_are_biased_without_noise():
     assert errors(SYMMETRIC, 2) == pytest.approx((0, 0, 0), abs=1e-5)
     size, growth, loss = errors(ASYMMETRIC, 16)
     assert size > 0.3 and abs(growth) < 1e-9 and loss < -0.02
-    size, growth, _ = errors(ASYMMETRIC, 16, lambda number: 3 ** (number / 4))
-    assert growth < -0.01  # sizes off by more at each budget
-    assert abs(errors(SYMMETRIC, 16)[2]) > 1e-3
-
-
-def test_draws_are_fitted_as_one_is():
-    random = np.random.default_rng(0)
-    points = fixed_sizes(SMALL, 6.5)
-    losses = points.means + random.normal(0, 0.01, (3, len(points.means)))
-    weights = random.integers(1, 4, len(points.means))
-    many = law.fit_draws(points.parameters, points.tokens, losses, weights)
-    for row in range(len(losses)):
-        one = law.fit(points.parameters, points.tokens, losses[row], weights)
-        assert (many.a[row], many.b[row]) == pytest.approx((one.a, one.b), rel=1e-3)
-        assert many.E[row] == pytest.approx(one.E, rel=1e-3)
+    assert errors(ASYMMETRIC, 16, lambda number: 3 ** (number / 4))[1] < -0.01
 
 
 def test_the_law_is_the_least_squares_fit_with_nonnegative_parameters():
@@ -163,33 +142,27 @@ def test_the_law_is_the_least_squares_fit_with_nonnegative_parameters():
     assert zeros == {0, 1, 2}
 
 
-def test_the_law_has_no_optimum_far_from_the_measured_sizes():
-    """All sizes far above the best: though the fit is exact, its optimum is extrapolated."""
-    far, near = (
-        analysis.LawFit(around_the_best(SYMMETRIC, 4, centre=lambda i, off=off: off), draws=2)
-        for off in (16.0, 10.0)
-    )
-    best = [best_size(SYMMETRIC, budget) for budget in BUDGETS]
-    assert [near.parameters[budget][0] for budget in BUDGETS] == pytest.approx(best, rel=1e-3)
-    nothing = np.concatenate([*far.parameters.values(), *far.losses.values()])
-    assert np.isnan(nothing).all() and np.isnan(far.optimum(10 * BUDGETS[-1])).all()
-    assert np.isnan(analysis.speedup(near, far, BUDGETS[0]).flops.value)
-
-
 def test_the_law_has_no_optimum_at_budgets_beyond_its_sizes():
     """The best sizes outgrow the measured ones: the last budgets and larger ones have none."""
-    fit = analysis.LawFit(around_the_best(SYMMETRIC, 2, centre=lambda i: 4.0**i), draws=2)
+    points = around_the_best(SYMMETRIC, 2, centre=lambda i: 4.0**i)
+    fit = analysis.LawFit(points, draws=2)
     seen = [bool(np.isfinite(fit.losses[budget][0])) for budget in BUDGETS]
     assert seen == [True, True, False, False, False]
     assert np.isnan(fit.optimum(2 * BUDGETS[-1])).all()
+    assert np.isnan(analysis.speedup(fit, fit, BUDGETS[-1]).flops.value)
 
 
-def test_a_law_needs_more_points_than_parameters():
-    points = fixed_sizes(SMALL, 6.5, budgets=(1e11,))
-    refused(lambda: analysis.LawFit(points, 20), "2 budgets")
-    found = analysis.analyse({"dense": points}, 20)
-    assert not found.laws and "dense" in found.refusals
-    assert found.parabolas["dense"].losses
+def test_families_without_a_law_are_named():
+    """Too few points; losses that fall with the tokens more steeply than any exponent searched."""
+    few = fixed_sizes(SMALL, 6.5, budgets=(1e11,))
+    refused(lambda: analysis.LawFit(few, 20), "2 budgets")
+    points = fixed_sizes(SMALL, 6.5)
+    tokens = points.tokens / np.exp(np.log(points.tokens).mean())
+    steep = [np.array([loss]) for loss in 2 + 6 * points.parameters**-0.3 + 0.01 * tokens**-5.0]
+    steep = dataclasses.replace(points, losses=steep)
+    found = analysis.analyse({"few": few, "steep": steep}, 5)
+    assert not found.laws and found.refusals.keys() == {"few", "steep"}
+    assert found.parabolas["few"].losses
 
 
 # ---- FLOPs and optima --------------------------------------------------------------------------
@@ -228,8 +201,7 @@ def test_speedups_at_equal_loss():
     for speedup in by_law.values():
         assert speedup.flops.value == pytest.approx(2, rel=1e-2)
         assert speedup.seconds.value == pytest.approx(2 / 1.5, rel=1e-2)
-    by_parabolas = found.speedups(found.parabolas)
-    assert by_parabolas[1e12, "half"].flops.value == pytest.approx(2, rel=0.15)
+    assert found.speedups(found.parabolas)[1e12, "half"].flops.value == pytest.approx(2, rel=0.15)
     # With the baseline exchanged, its curve does not reach the other's losses.
     families = {"half": half, "base": base}
     parabolas = {name: analysis.Parabolas(points, 2) for name, points in families.items()}
@@ -245,7 +217,9 @@ def test_speedups_at_equal_loss():
 def test_intervals_cover(seeds):
     """Intervals hold the truth as often as they claim, and are not wider than estimates scatter."""
     random, trials = np.random.default_rng(seeds), 40
-    truth = {"a": SMALL.a, "b": SMALL.b, "E": SMALL.E, "loss": best_size_at(6.5, 1e13)}
+    sizes = np.geomspace(1e3, 1e8, 20_000)
+    truth = {"a": SMALL.a, "b": SMALL.b, "E": SMALL.E}
+    truth["loss"] = SMALL.loss(sizes, 1e13 / 6.5 / sizes).min()
     exact = analysis.Parabolas(fixed_sizes(SMALL, 6.5), 1)
     truth["parabola"] = exact.losses[1e11][0]
     inside = {(name, level): 0 for name in truth for level in (80, 95)}
@@ -264,102 +238,27 @@ def test_intervals_cover(seeds):
             found[name].append((estimate.value, high - low))
     shares = {key: number / trials for key, number in inside.items()}
     for (name, level), share in shares.items():
-        # Four standard deviations of a share of so many trials, for the wider one about 0.11.
+        # Four standard deviations of a share of so many trials.
         spread = 4 * np.sqrt(level / 100 * (1 - level / 100) / trials)
-        assert abs(share - level / 100) < max(spread, 0.11), (name, level, shares)
+        assert abs(share - level / 100) < spread, (name, level, shares)
     for name, pairs in found.items():
         values, widths = np.array(pairs).T
         scatter = np.subtract(*np.nanquantile(values, [0.9, 0.1]))
         assert 0.75 < np.median(widths) / scatter < 1.5, name
 
 
-FEW = (1e10, 1e12)  # budgets, at each of which four sizes are measured
-
-
-def few_points(random, seeds, misfit=0.0, shared=0.0, noise=0.01):
-    """On a parabola whose least loss is 2, with two degrees of freedom left to two budgets.
-    shared: a part of the misfit that is the same in another family."""
-    rows = [
-        (f"{size:g}", budget, size, budget / 6 / size, 6 * size, 1e-12)
-        for budget in FEW
-        for size in 1e4 * 2.0 ** np.arange(4)
-    ]
-    points = measured(SMALL, rows, noise=noise, seeds=seeds, random=random)
-    off = np.log(points.parameters / 3e4)
-    exact = 2 + 0.1 * off**2 + misfit * random.normal(0, 1, len(rows)) + shared
-    losses = [loss + random.normal(0, noise, seeds) for loss in exact]
-    return dataclasses.replace(points, losses=losses)
-
-
-@pytest.mark.parametrize("seeds, misfit", [pytest.param(1, 0.0, marks=pytest.mark.slow), (3, 0.01)])
-def test_intervals_of_few_degrees_of_freedom_cover(seeds, misfit):
-    """Of the parabolas of one family, and of the difference of two with much the same misfit."""
-    random, trials = np.random.default_rng([7, seeds]), 200
-    own, paired, widths = [], [], []
-    for _ in range(trials):
-        shared = 0.02 * random.normal(0, 1, 8) * bool(misfit)
-        families = {
-            "one": few_points(random, seeds, misfit, shared),
-            "three": few_points(random, 3, misfit, shared),
-        }
-        parabolas = {name: analysis.Parabolas(of, 200) for name, of in families.items()}
-        found = analysis.Analysis(families, FEW, parabolas, {}, {}, 200)
-        first, second = found.compared(parabolas, "one", "three")
-        one = with_draws(parabolas["one"].losses[FEW[0]])
-        both = with_draws(first.losses[FEW[0]] - second.losses[FEW[0]])
-        for target, estimate, inside in ((2.0, one, own), (0.0, both, paired)):
-            if np.isfinite(estimate.value):
-                low, high = estimate.interval(95)
-                inside.append(low <= target <= high)
-        widths.append(both.interval(80))
-    assert 0.9 <= np.mean(own) <= 0.995, np.mean(own)
-    assert 0.9 <= np.mean(paired) <= 0.999, np.mean(paired)
-    if misfit:  # what the two share is not in their difference
-        assert 0.03 < np.median(np.diff(widths)) < 0.06
-
-
-def best_size_at(cost, budget):
-    """The least loss of SMALL at a budget where a token costs `cost` FLOPs a parameter."""
-    sizes = np.geomspace(1e3, 1e8, 20_000)
-    return SMALL.loss(sizes, budget / cost / sizes).min()
-
-
-def test_draws_have_the_scatter_of_seeds_and_of_the_misfit():
-    random = np.random.default_rng(3)
-    fitted, count, names = np.linspace(3, 2, 40), 1000, [f"{i}" for i in range(40)]
-    for seeds, misfit in ((4, 0.0), (4, 0.05), (1, 0.05)):
-        means = fitted + random.normal(0, misfit, 40) if misfit else fitted
-        losses = [mean + random.normal(0, 0.02, seeds) for mean in means]
-        draws = draw_losses(names, fitted, losses, 0, count)
-        assert draws.mean(0) == pytest.approx(fitted, abs=0.02)
-        expected = np.sqrt(misfit**2 + 0.02**2 / seeds)
-        assert draws.std(0).mean() == pytest.approx(expected, rel=0.25)
-    # Of points with one seed beside others with four.
-    losses = [fitted[i] + random.normal(0, 0.02, 4 if i % 2 else 1) for i in range(40)]
-    spread = draw_losses(names, fitted, losses, 0, count).std(0)
-    assert spread[1::2].mean() == pytest.approx(0.01, rel=0.3)
-    assert spread[::2].mean() == pytest.approx(0.02, rel=0.3)
-
-
-def test_draws_have_the_variance_of_seeds_about_their_points():
-    """And follow Student's t for few degrees of freedom."""
-    random = np.random.default_rng(8)
-    names = [f"{i}" for i in range(400)]
-    losses = list(random.normal(0, 0.02, (400, 2)))
-    fitted = np.array([loss.mean() for loss in losses])
-    draws = draw_losses(names, fitted, losses, 0, 400) - fitted
-    assert np.sqrt((draws**2).mean()) == pytest.approx(0.02 / np.sqrt(2), rel=0.1)
-    # Six points about a fit of two parameters: the t distribution of four degrees of freedom.
+def test_draws_follow_student_t_for_few_degrees_of_freedom():
+    """Six points about a fit of two parameters: the t distribution of four degrees of freedom."""
     residuals = 0.01 * np.array([1, -1, 1, -1, 1, -1.0])
     alone = [np.array([residual]) for residual in residuals]
-    draws = draw_losses(names[:6], np.zeros(6), alone, 2, 20_000)
+    draws = draw_losses(list("abcdef"), np.zeros(6), alone, 2, 20_000)
     scale = np.sqrt((residuals**2).sum() / 4)
     for share in (0.9, 0.98):
         expected = scale / np.sqrt(stats.chi2.ppf(1 - share, 4) / 4)
         assert np.quantile(np.abs(draws), share) == pytest.approx(expected, rel=0.05)
 
 
-def test_a_point_scatters_as_its_own_seeds_do():
+def test_draws_of_a_point_scatter_as_its_seeds_and_its_misfit():
     """By half, with three seeds: of the mean of its own variance and of the pooled one."""
     random = np.random.default_rng(9)
     names, spread = [f"{i}" for i in range(40)], np.where(np.arange(40) % 2, 0.05, 0.005)
@@ -367,9 +266,17 @@ def test_a_point_scatters_as_its_own_seeds_do():
     fitted = np.array([loss.mean() for loss in losses])
     deviations = draw_losses(names, fitted, losses, 0, 4000).std(0)
     own = np.array([loss.var(ddof=1) for loss in losses])
-    expected = np.sqrt((own + own.mean()) / 2 / 3)
-    assert deviations == pytest.approx(expected, rel=0.08)
-    assert deviations[1::2].mean() > 1.4 * deviations[::2].mean()
+    assert deviations == pytest.approx(np.sqrt((own + own.mean()) / 2 / 3), rel=0.08)
+    # Off the fit by a misfit of their own.
+    means = np.full(40, 3.0) + random.normal(0, 0.05, 40)
+    losses = [random.normal(mean, 0.02, 4) for mean in means]
+    spread = draw_losses(names, np.full(40, 3.0), losses, 0, 1000).std(0)
+    assert spread.mean() == pytest.approx(np.hypot(0.05, 0.02 / 2), rel=0.25)
+    # Of points with one seed beside others with four.
+    losses = [random.normal(3, 0.02, 4 if i % 2 else 1) for i in range(40)]
+    spread = draw_losses(names, np.full(40, 3.0), losses, 0, 1000).std(0)
+    assert spread[1::2].mean() == pytest.approx(0.01, rel=0.3)
+    assert spread[::2].mean() == pytest.approx(0.02, rel=0.3)
 
 
 def test_one_degree_of_freedom_gives_no_interval():
@@ -381,21 +288,13 @@ def test_one_degree_of_freedom_gives_no_interval():
         assert degrees(losses, 5) == Degrees(1, of_seeds)
         assert np.isnan(draw_losses(names, fitted, losses, 5, 30)).all()
         assert np.isfinite(draw_losses(names, fitted, losses, 4, 30)).all()
-    points = fixed_sizes(SMALL, 6.5)
-    six = [i for i in range(len(points.means)) if i % 6 in (0, 2, 4)][:6]
-    fit = analysis.LawFit(some_of(points, six), 30)
-    assert fit.degrees == Degrees(1, 0) and with_draws(fit.losses[1e11]).interval(95) is None
 
 
 def test_points_are_weighted_by_their_number_of_seeds():
     random = np.random.default_rng(10)
     points = fixed_sizes(SMALL, 6.5, noise=0.05, seeds=4, random=random)
     counts = [1 + 3 * (i % 2) for i in range(len(points.losses))]
-    fields = {
-        name: [of[:n] for of, n in zip(getattr(points, name), counts, strict=True)]
-        for name in ("losses", "seconds", "numbers")
-    }
-    points = dataclasses.replace(points, **fields)
+    points = with_seeds(points, [slice(count) for count in counts])
     budget, here = 1e11, points.at(1e11)
     x = np.log(points.parameters[here])
     c, b, a = np.polyfit(x - x.mean(), points.means[here], 2, w=np.sqrt(np.array(counts)[here]))
@@ -428,12 +327,8 @@ def test_the_lack_of_fit_is_uniform_for_points_that_follow_the_law():
 def test_families_are_compared_at_the_seeds_that_both_have():
     random = np.random.default_rng(12)
     three = fixed_sizes(SMALL, 6.5, noise=0.02, seeds=3, random=random)
-    one = dataclasses.replace(
-        three,
-        losses=[loss[1:2] + 0.1 for loss in three.losses],
-        numbers=[numbers[1:2] for numbers in three.numbers],
-        seconds=[seconds[1:2] for seconds in three.seconds],
-    )
+    one = with_seeds(three, [[1]] * len(three.losses))
+    one = dataclasses.replace(one, losses=[loss + 0.1 for loss in one.losses])
     found = analysis.analyse({"three": three, "one": one}, 50)
     for fits in (found.parabolas, found.laws):
         own, base = found.compared(fits, "one", "three")
@@ -445,26 +340,6 @@ def test_families_are_compared_at_the_seeds_that_both_have():
     # A point that the other family lacks keeps all seeds.
     fewer = dataclasses.replace(one, budgets=one.budgets * 2)
     assert three.common_with(fewer).numbers[-1].tolist() == [0, 1, 2]
-
-
-def test_pairs_of_seeds_have_the_interval_of_a_paired_t_test():
-    random = np.random.default_rng(14)
-    base = fixed_sizes(SMALL, 6.5, noise=0.02, seeds=4, random=random)
-    own = dataclasses.replace(
-        base,
-        losses=[loss[[3, 0, 2]] + random.normal(0.05, 0.02, 3) for loss in base.losses],
-        numbers=[numbers[[3, 0, 2]] for numbers in base.numbers],
-        seconds=[seconds[[3, 0, 2]] for seconds in base.seconds],
-    )
-    found = analysis.analyse({"base": base, "own": own}, 20)
-    parts = report.details(found, [], {"further": [10.0], "against": ["base"]})
-    row = f"| 100 GFLOPs | own | {own.sizes[-1]} | 3, 0, 2 | "
-    here = [i for i in own.at(1e11) if own.sizes[i] == own.sizes[-1]][0]
-    t = stats.ttest_rel(own.losses[here], base.losses[here][[3, 0, 2]])
-    low, high = t.confidence_interval(0.95)
-    mean = np.mean(own.losses[here] - base.losses[here][[3, 0, 2]])
-    assert f"{row}{mean:.4f} ({low:.4f} to {high:.4f}) |" in parts[-1]
-    assert parts[-1].count("| own |") == len(own.sizes)
 
 
 def test_intervals_of_speedups_in_seconds_include_the_scatter_of_seconds():
@@ -484,13 +359,6 @@ def test_intervals_of_speedups_in_seconds_include_the_scatter_of_seconds():
         widths.append(np.diff(np.log(one.seconds.interval(95)))[0])
     # The median of nine runs a size, between two sizes or at one, for each family.
     assert widths[1] > 3.92 * 0.3 / 3 > 4 * widths[0]
-    # Draws of one size scatter as the median of its runs does; of one run there is no scatter.
-    alone = [np.array([-20.0]), np.array([-21.0])]
-    assert np.isnan(draw_seconds(["a", "b"], alone, 5)).all()
-    logs = list(random.normal(0, 0.3, (300, 3)))
-    drawn = draw_seconds([f"{i}" for i in range(300)], logs, 300)
-    error = (drawn - np.median(logs, axis=1)).std()
-    assert error == pytest.approx(np.median(random.normal(0, 0.3, (9999, 3)), 1).std(), rel=0.06)
 
 
 def test_a_law_at_a_bound_is_not_extrapolated():
@@ -511,28 +379,6 @@ def test_a_law_at_a_bound_is_not_extrapolated():
     assert sure.extrapolates and np.isfinite(sure.optimum(1e13)[1][0])
     assert np.isnan(at_zero.optimum(1e13)[1]).all() and np.isnan(unsure.optimum(1e13)[1]).all()
     assert np.isfinite(unsure.losses[1e12][0])
-    budgets, _ = unsure.reaching(unsure.losses[1e12] - 0.2)
-    assert budgets[0] == np.inf
-    found = analysis.analyse({"sure": sure.measured, "unsure": unsure.measured}, 50)
-    laws = {one["family"]: one for one in report.as_data(found, [10.0])["laws"]}
-    assert [len(laws[name]["optima"]) for name in ("sure", "unsure")] == [4, 3]
-
-
-def test_draws_of_families_are_paired():
-    """Two families with the same difference at each seed differ by it in each draw, whatever the
-    order of the points; points are paired by name."""
-    random = np.random.default_rng(4)
-    names, fitted = [f"{i}" for i in range(12)], np.linspace(3, 2, 12)
-    misfit = random.normal(0, 0.05, 12)
-    losses = [mean + random.normal(0, 0.02, 3) for mean in fitted + misfit]
-    draws = draw_losses(names, fitted, losses, 5, 500)
-    further = draw_losses(names, fitted + 0.1, [point + 0.1 for point in losses], 5, 500)
-    assert further - draws == pytest.approx(np.full(draws.shape, 0.1))
-    turned = draw_losses(names[::-1], fitted[::-1], losses[::-1], 5, 500)
-    assert turned[:, ::-1] == pytest.approx(draws)
-    # Points of other names are drawn independently.
-    other = draw_losses([f"x{name}" for name in names], fitted, losses, 5, 500)
-    assert abs(np.corrcoef(draws[:, 0], other[:, 0])[0, 1]) < 0.2
 
 
 def test_draws_are_paired_whatever_the_order_of_seeds():
@@ -554,15 +400,14 @@ def test_draws_are_paired_whatever_the_order_of_seeds():
 
 
 def test_sizes_far_from_the_best_measured_are_left_out():
-    """Sizes from a sixteenth to sixteen times the best, of which the parabola of the near ones is
-    less biased; a law that only far sizes break is found."""
+    """Of those from a sixteenth to sixteen times the best the parabola is more biased; a law that
+    only far sizes break is found."""
     points = around_the_best(ASYMMETRIC, 16)
     near = points.within(4)
-    for budget in BUDGETS:
-        sizes = near.parameters[near.at(budget)] / best_size(ASYMMETRIC, budget)
-        assert sizes == pytest.approx([16 ** (-1 / 3), 1, 16 ** (1 / 3)])
-    wide, narrow = (analysis.Parabolas(of, 1).parameters[BUDGETS[0]][0] for of in (points, near))
     best = best_size(ASYMMETRIC, BUDGETS[0])
+    sizes = near.parameters[near.at(BUDGETS[0])] / best
+    assert sizes == pytest.approx([16 ** (-1 / 3), 1, 16 ** (1 / 3)])
+    wide, narrow = (analysis.Parabolas(of, 1).parameters[BUDGETS[0]][0] for of in (points, near))
     assert abs(narrow / best - 1) < 0.3 * abs(wide / best - 1)
     off = [best_size(ASYMMETRIC, budget) for budget in points.budgets] / points.parameters
     broken = dataclasses.replace(
@@ -570,16 +415,6 @@ def test_sizes_far_from_the_best_measured_are_left_out():
     )
     found = analysis.analyse({"dense": broken}, 2, within=4).laws["dense"].law
     assert (found.a[0], found.b[0]) == pytest.approx((ASYMMETRIC.a, ASYMMETRIC.b), rel=1e-4)
-    assert analysis.analyse({"dense": broken}, 2).families["dense"] is broken
-
-
-def test_a_law_at_the_end_of_its_range_is_refused():
-    """Losses that fall with the tokens more steeply than any exponent of the search."""
-    points = fixed_sizes(SMALL, 6.5)
-    tokens = points.tokens / np.exp(np.log(points.tokens).mean())
-    steep = [np.array([loss]) for loss in 2 + 6 * points.parameters**-0.3 + 0.01 * tokens**-5.0]
-    found = analysis.analyse({"dense": dataclasses.replace(points, losses=steep)}, 5)
-    assert "dense" not in found.laws and "dense" in found.refusals
 
 
 def test_an_interval_of_an_estimate_ignores_draws_without_it():
@@ -590,18 +425,7 @@ def test_an_interval_of_an_estimate_ignores_draws_without_it():
     assert Estimate(1.0, np.array([1.0, np.inf])).as_data()["95"] == [1.0, None]
 
 
-def test_a_parabola_needs_three_sizes():
-    points = fixed_sizes(SMALL, 6.5, seeds=3, noise=0.01, random=np.random.default_rng(15))
-    size, loss, _ = parabola.fit_draws(np.array([1e3, 1e4]), np.array([[2.0, 3.0]]), np.ones(2))
-    assert np.isnan(size).all() and np.isnan(loss).all()
-    two = [i for i in range(18) if i < 12 or i in (13, 14)]
-    fit = analysis.Parabolas(some_of(points, two), 20)
-    assert fit.degrees.points == 14 - 8 and np.isnan(fit.curve(1e12, points.parameters)).all()
-    assert np.isnan(fit.losses[1e12]).all() and with_draws(fit.losses[1e12]).interval(95) is None
-    assert np.isfinite(fit.losses[1e10][0]) or np.isfinite(fit.losses[1e11][0])
-
-
-def test_a_parabola_has_no_vertex_outside_its_sizes():
+def test_a_parabola_has_no_vertex_outside_its_sizes_or_of_two():
     sizes, weights = np.array([1e3, 1e4, 1e5]), np.ones(3)
     x = np.log(sizes)
     rows = [0.3 * (x - np.log(best)) ** 2 + 1.7 for best in (8e3, 500, 2e5)]
@@ -610,3 +434,5 @@ def test_a_parabola_has_no_vertex_outside_its_sizes():
     assert (size[0], loss[0]) == pytest.approx((8e3, 1.7))
     assert np.isnan(size[1:]).all() and np.isnan(loss[1:]).all()
     assert fitted == pytest.approx(np.array(rows))
+    size, loss, _ = parabola.fit_draws(sizes[:2], np.array([[2.0, 3.0]]), weights[:2])
+    assert np.isnan(size).all() and np.isnan(loss).all()

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 from refusals import refused
-from study_helpers import error_line
+from study_helpers import LAUNCH, error_line
 from test_isoflop import GRID, fake_runs, quick  # noqa: F401
 from test_studies import SWEEP, fake_run
 
@@ -36,13 +36,7 @@ def top(tmp_path):
 
 def ran(folder, seed, revision="c0ffee" * 6, dirty=False):
     """Writes the record of a run, beside its metrics."""
-    launch = {
-        "git": {"revision": revision, "dirty": dirty},
-        "devices": {"kind": "cpu"},
-        "device_count": 1,
-        "cpu_count": 3,
-        "command_line": ["efx", "--config=configs/mod.py", "--workdir=x"],
-    }
+    launch = LAUNCH | {"git": {"revision": revision, "dirty": dirty}}
     (folder / "run.json").write_text(json.dumps({"launches": [{}, launch]}))
     (folder / "config.json").write_text(json.dumps({"seed": seed}))
 
@@ -114,17 +108,12 @@ def test_an_update_keeps_the_texts_and_replaces_the_numbers(top, tmp_path):
     other = study(tmp_path / "v", {"MoD, 12.5%": [3.0, 3.0, 3.0]}, revision="beef" * 10, dirty=True)
     assert results.main([f"--root={top}", f"--from={other}", "--name=mod", "--add"]) == 0
     result = results.read_result(path)
-    for key in ("about", "stale", "columns", "headline"):
-        assert result[key] == said[key]
-    assert [row["name"] for row in result["rows"]] == ["MoD, 12.5%", "dense twin"]
+    assert result["about"] == said["about"] and result["headline"] == said["headline"]
     text = page(top)
     assert "| MoD, 12.5% | 3.00 ± 0.00 |" in text and "| dense twin | 2.10 ± 0.10 |" in text
     assert result["revision"] == "beef" * 10 + " with changes"
     assert "c0ffeec0f for dense twin" in text
     refused(lambda: results.import_study(path, other, {}), "'dense twin'")
-    results.write_result(path, results.read_result(path) | {"headline": []})
-    results.import_study(path, other, {})
-    assert not results.read_result(path)["stale"] and len(results.read_result(path)["rows"]) == 1
 
 
 def test_the_tables_of_an_isoflop_study_follow_from_its_result(top, tmp_path):
@@ -144,15 +133,6 @@ def test_the_tables_of_an_isoflop_study_follow_from_its_result(top, tmp_path):
     assert (workdir / "isoflop.md").read_text().splitlines()[:-1] == before.splitlines()[:-1]
 
 
-def test_every_revision_is_listed():
-    """Nine characters of each, and the number of its runs."""
-    first, second = "0123456789abcdef", "fedcba9876543210"
-    points = [{"revision": first}] * 3 + [{"revision": f"{second} with changes"}]
-    result = results.FIELDS | {"machine": "m", "revision": f"{first}, {second}", "rows": []}
-    said = results.provenance(result | {"study": {"points": points}})
-    assert "012345678 (3 runs), fedcba987 with changes (1 run)" in said
-
-
 def test_a_table_with_a_row_for_each_seed_is_read(top, tmp_path):
     workdir = tmp_path / "w"
     (workdir / "seed0/base").mkdir(parents=True)
@@ -165,21 +145,16 @@ def test_a_table_with_a_row_for_each_seed_is_read(top, tmp_path):
     assert "| gates | 0.5000 |  | 2.0000 |" in page(top)
 
 
-@pytest.mark.parametrize(
-    "arguments, name",
-    [
-        (["--name=a"], "--from"),
-        (["--from=nowhere", "--name=a", *NEW], "--from=nowhere"),
-        (["--from={w}", "--name=new"], "--title"),
-        (["--from={w}", "--name=new", *NEW], "run folder"),
-    ],
-)
-def test_missing_inputs_are_refused(arguments, name, top, tmp_path, capsys):
+def test_missing_inputs_are_refused(top, tmp_path, capsys):
     (tmp_path / "w").mkdir()
     (tmp_path / "w/table.json").write_text('{"a": {"x": [1.0]}}')
-    given = [argument.format(w=tmp_path / "w") for argument in arguments]
-    assert results.main([f"--root={top}", *given]) == 2
-    error_line(capsys, name)
+    for arguments, name in (
+        (["--from=nowhere", *NEW], "--from=nowhere"),
+        ([f"--from={tmp_path / 'w'}"], "--title"),
+        ([f"--from={tmp_path / 'w'}", *NEW], "run folder"),
+    ):
+        assert results.main([f"--root={top}", "--name=new", *arguments]) == 2
+        error_line(capsys, name)
     assert not (top / "results/new.json").exists()
 
 
@@ -197,16 +172,16 @@ DERIVED = {
 def by_budget(top):
     """A function of `derived` that returns the rows derived from an isoFLOP study and a sweep."""
 
-    def point(family, size, budget, seed, loss, fitted=True):
-        said = dict(family=family, size=size, budget=budget, seed=seed, loss=loss, fitted=fitted)
-        return said | {"revision": "c0ffee"}
+    def points_of(family, size, budget, losses, fitted=True):
+        of = dict(family=family, size=size, budget=budget, fitted=fitted, revision="c0ffee")
+        return [of | {"seed": seed, "loss": loss} for seed, loss in enumerate(losses)]
 
-    points = [point("dense", "a", 1e9, seed, 2.0 + seed / 10) for seed in range(3)]
-    points += [point("dense", "b", 1e9, seed, 1.0) for seed in range(2)]  # too few seeds
-    points += [point("dense", "a", 2e9, seed, 0.5) for seed in range(3)]  # of another budget
-    points += [point("MoD", "a", 1e9, seed, 9.0) for seed in range(3)]  # not the best size
-    points += [point("MoD", "b", 1e9, seed, [2.5, 2.5, 2.8, 2.0][seed]) for seed in range(4)]
-    points += [point("MoD", "b", 1e9, 0, 0.1, fitted=False)]  # tried a learning rate
+    points = points_of("dense", "a", 1e9, [2.0, 2.1, 2.2])
+    points += points_of("dense", "b", 1e9, [1.0, 1.0])  # too few seeds
+    points += points_of("dense", "a", 2e9, [0.5] * 3)  # of another budget
+    points += points_of("MoD", "a", 1e9, [9.0] * 3)  # not the best size
+    points += points_of("MoD", "b", 1e9, [2.5, 2.5, 2.8, 2.0])
+    points += points_of("MoD", "b", 1e9, [0.1], fitted=False)  # tried a learning rate
     step = results.read_result(top / "results/step.json")
     iso = step | {"title": "Iso", "study": {"points": points}}
     losses = {"MoD": [1.0, 2.0, 3.0], "dense, 8 wide": [3.0, 3.0, 3.0], "dense": [4.0] * 3}
@@ -217,8 +192,8 @@ def by_budget(top):
     ]
     columns = {"held-out loss (nats)": ".3f"}
     swept = step | {"title": "Swept", "rows": rows, "seeds": [0, 1, 2], "columns": columns}
-    for name, result in (("iso", iso), ("swept", swept)):
-        results.write_result(top / f"results/{name}.json", result)
+    results.write_result(top / "results/iso.json", iso)
+    results.write_result(top / "results/swept.json", swept)
 
     def made(derived):
         said = {"title": "By budget", "section": "Mixture-of-Depths", "commands": ["python -m x"]}
@@ -242,26 +217,18 @@ def test_differences_by_budget_follow_from_other_results(top, by_budget):
     assert (top / "docs/by_budget.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    "change, name",
-    [
-        ({"family": "MoE"}, "'MoE'"),
-        ({"budgets": [{"name": "1", "flops": 1, "result": "is"}]}, "'is'"),
-        ({"budgets": [{"name": "1", "result": "iso"}]}, "flops"),
-    ],
-)
-def test_results_that_cannot_be_derived_are_refused(change, name, by_budget):
-    refused(lambda: by_budget(DERIVED | change), name)
+def test_results_that_cannot_be_derived_are_refused(by_budget):
+    refused(lambda: by_budget(DERIVED | {"family": "MoE"}), "'MoE'")
+    other = [{"name": "1", "flops": 1, "result": "is"}]
+    refused(lambda: by_budget(DERIVED | {"budgets": other}), "'is'")
 
 
 @pytest.mark.parametrize(
     "before, after, name",
     [
         ('"title"', '"titel"', "'titel'"),
-        ('"machine": "2 CPU cores",', "", "'machine'"),
         ('"Speed",', '"Spead",', "Spead"),
         ('{"step time": 0.5}', '{"time": 0.5}', "'time'"),
-        ("]", "", "step.json"),
     ],
 )
 def test_a_file_that_is_no_result_is_refused(before, after, name, top):

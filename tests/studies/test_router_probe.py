@@ -13,7 +13,6 @@ from refusals import refused
 from study_helpers import error_line
 from test_results import NEW, page, top  # noqa: F401
 
-from efx import build
 from efx.studies import results, router_probe, token_choices
 from efx.studies.router_probe import analysis, report
 from efx.studies.router_probe import tokens as tokens_lib
@@ -47,7 +46,6 @@ def noise(seed):
 CHOICES = {
     "position": lambda t: t.position_N % 8 == 0,
     "token": lambda t: np.isin(t.token_N, (0, 5, 7)),
-    "bigram": lambda t: (t.token_N + t.previous_N) % 5 == 1,
     "noise": lambda t: noise(0) < 0.125,
     "entropy": lambda t: t.entropy_N > np.quantile(t.entropy_N, 0.875),
 }
@@ -96,14 +94,6 @@ def test_a_router_of_tokens():
     correlation = of_choice("token")["correlations"]["entropy"]
     assert correlation["spearman"]["interval"][0] > 0
     assert correlation["spearman within token"] is None
-
-
-@pytest.mark.quick
-def test_a_router_of_pairs_of_tokens():
-    shares = explained("bigram")
-    assert shares["bigram"]["mean"] > 0.4  # unseen pairs are not predicted
-    assert shares["token"]["mean"] < 0.5 * shares["bigram"]["mean"]
-    assert nothing(shares["position"])
 
 
 @pytest.mark.quick
@@ -176,8 +166,8 @@ def test_boosting_finds_what_no_predictor_explains_alone():
         return 1 - bits[0] / bits[1]
 
     assert share(analysis.predict_together(t, y_N, fit_N, analysis.CHOICE)) > 0.85
-    for levels in analysis.LEVELS.values():
-        assert share(analysis.predict(levels(t, fit_N), y_N, fit_N, analysis.CHOICE)) < 0.6
+    alone = analysis.LEVELS["entropy"](t, fit_N)
+    assert share(analysis.predict(alone, y_N, fit_N, analysis.CHOICE)) < 0.6
 
 
 # ---- blocks together -----------------------------------------------------------------------------
@@ -209,18 +199,14 @@ def test_overlap_of_blocks():
     a, b = blocks["block_1"].routed_N.mean(), blocks["block_5"].routed_N.mean()
     shares = [of["independent"] for of in together["by_count"]]
     assert shares[0] == pytest.approx((1 - a) ** 2 * (1 - b)) and sum(shares) == pytest.approx(1)
-    assert shares[3] == pytest.approx(a * a * b)
     measured = [of["share"]["mean"] for of in together["by_count"]]
     assert measured[0] == pytest.approx((1 - a) * (1 - b), rel=0.05)
-    assert measured[3] == pytest.approx(a * b, rel=0.3) and measured[0] > shares[0]
+    assert measured[3] == pytest.approx(a * b, rel=0.3)
     pairs = together["pairs"]
     assert pairs["block_1, block_3"]["correlation"]["mean"] == pytest.approx(1)
     assert pairs["block_1, block_3"]["both"]["mean"] == pytest.approx(a)
     low, high = pairs["block_1, block_5"]["correlation"]["interval"]
     assert low < 0 < high
-    entropy = [of["entropy"]["mean"] for of in together["by_count"]]
-    assert entropy[2] > entropy[0] + 1
-    assert together["correlations"]["entropy"]["spearman"]["mean"] > 0.4
     # The step has few tokens to decide about.
     assert probe["left_out"] == {"step": int(blocks["block_1"].routed_N.sum())}
     # Tokens that no block decides about do not count.
@@ -239,8 +225,6 @@ def test_router_weights():
     assert first["weights"]["above_half"]["mean"] == pytest.approx(share)
     assert sum(first["weights"]["all"]) == pytest.approx(1)
     assert sum(first["weights"]["routed"]) == pytest.approx(share)
-    assert sum(first["weights"]["routed"][:20]) == 0 and first["weights"]["threshold"] == 0.5
-    assert third["weights"]["above_half"]["mean"] == 0
     assert third["weights"]["threshold"] == pytest.approx(1 / (1 + np.exp(5)))
     assert first["overflow"]["mean"] == 0
     assert third["overflow"]["mean"] == pytest.approx(1 - share)
@@ -288,16 +272,6 @@ def test_a_probe_becomes_a_result(top, tmp_path):  # noqa: F811
     assert (top / "docs/probe.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("content", ["{}", "{"])
-def test_files_that_are_no_probe_are_refused(content, top, tmp_path, capsys):  # noqa: F811
-    path = tmp_path / "probe.json"
-    path.write_text(content)
-    call = [f"--root={top}", f"--from={path}", "--name=probe", *NEW]
-    assert results.main(call) == 2
-    error_line(capsys, "probe.json")
-
-
 # ---- tokens of models ----------------------------------------------------------------------------
 
 
@@ -308,6 +282,10 @@ def measure(model, batch, selection="causal"):
     made = tokens_lib.passes(model, variables, [batch], selection, routed, 0)
     rarity_V = np.arange(families.VOCAB, dtype=float)
     return variables, *tokens_lib.assembled([batch], made, routed, selection, rarity_V)
+
+
+def batch_of(ids_BT, **more):
+    return {"inputs": ids_BT, "targets": ids_BT, "weights": np.ones(ids_BT.shape)} | more
 
 
 def test_tokens_of_a_batch_are_those_of_the_map_of_each_text():
@@ -343,8 +321,7 @@ def test_tokens_of_a_batch_are_those_of_the_map_of_each_text():
 
 
 def test_the_selection_of_training_is_the_top_k_of_each_row():
-    ids_BT = families.tokens(batch=2, length=24, seed=1)
-    batch = {"inputs": ids_BT, "targets": ids_BT, "weights": np.ones((2, 24))}
+    batch = batch_of(families.tokens(batch=2, length=24, seed=1))
     _, tokens, blocks = measure(families.build("mod"), batch, "train")
     for block in blocks.values():
         for row in range(2):
@@ -357,14 +334,9 @@ def test_a_control_selects_by_position_in_the_document():
     """It has choices, and no scores."""
     segments_T = np.repeat([1, 2], [14, 10])
     positions_T = np.concatenate([np.arange(14), np.arange(10)])
+    positions_BT, segment_ids_BT = (np.stack([x] * 2) for x in (positions_T, segments_T))
     ids_BT = families.tokens(batch=2, length=24, seed=1)
-    batch = {
-        "inputs": ids_BT,
-        "targets": ids_BT,
-        "weights": np.ones((2, 24)),
-        "positions": np.stack([positions_T] * 2).astype(np.int32),
-        "segment_ids": np.stack([segments_T] * 2).astype(np.int32),
-    }
+    batch = batch_of(ids_BT, positions=positions_BT, segment_ids=segment_ids_BT)
     routing = {"kind": "mod", "every": 1, "capacity": 0.5, "train_selection": "position"}
     model = families.make({f"depth_routing.{key}": value for key, value in routing.items()})
     _, tokens, blocks = measure(model, batch)
@@ -418,10 +390,8 @@ def test_the_command_probes_a_run(run, capsys):
 @pytest.mark.parametrize(
     "bad, name",
     [
-        (["--tokens=10"], "--tokens=10"),
         (["--out={tmp}/probe.png"], "--out={tmp}/probe.png"),
         (["--workdir", "{run}", "{run}"], "0, 0"),
-        (["--workdir", "{tmp}/none"], "none"),
         (["--step=77", "--tokens=2000"], "77"),
     ],
 )
@@ -447,25 +417,14 @@ def test_runs_that_differ_in_more_than_the_seed_are_refused(monkeypatch):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("what", ["the text", "the tokenizer"])
-def test_runs_of_other_texts_and_tokenizers_are_refused(monkeypatch, what):
-    of = {"the text": "1", "the tokenizer": "2"}
-    records = iter([of, of | {what: "3"}])
+def test_runs_of_other_texts_are_refused(monkeypatch):
+    records = iter([{"the text": "1"}, {"the text": "2"}])
     made = text(), {"block_1": analysis.Block(1.0 * (noise(0) < 0.5))}
     monkeypatch.setattr(tokens_lib, "measured", lambda *_: (*made, {"of": next(records)}))
     arguments = types.SimpleNamespace(
         runs=["a", "b"], tokens=2000, selection="causal", step=None, together=False
     )
-    refused(lambda: router_probe.probe(arguments), "--workdir=b", what)
-
-
-def test_a_dense_run_is_refused(run, monkeypatch):
-    built = types.SimpleNamespace(
-        model=families.make({"depth": 1}),
-        config=types.SimpleNamespace(data=types.SimpleNamespace(seq_len=8, packing=False)),
-    )
-    monkeypatch.setattr(build, "finished", lambda *_: (built, 1, {}, {}))
-    refused(lambda: tokens_lib.measured(run, 2000), "kind='none'")
+    refused(lambda: router_probe.probe(arguments), "--workdir=b", "the text")
 
 
 def test_too_few_tokens_are_refused():

@@ -6,7 +6,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -40,15 +39,8 @@ def fake_run(spec, workdir, name, seed, loss, accuracy=None, fraction=1.0):
     (run / "config.json").write_text(json.dumps({"steps": 40, "train_flops": 0.0}))
     with MetricsWriter(run, tensorboard=False) as writer:
         for step, rate in ((10, 50.0), (20, 100.0), (30, 200.0), (40, 100.0)):
-            writer.write(
-                step,
-                {
-                    "train/loss": 3.0,
-                    "tokens": 10 * step,
-                    "flops": 1e9 * step,
-                    "tokens_per_second": rate,
-                },
-            )
+            row = {"train/loss": 3.0, "tokens": 10 * step, "flops": 1e9 * step}
+            writer.write(step, row | {"tokens_per_second": rate})
         row = {"eval/loss": loss, "eval/bits_per_byte": 2 * loss}
         row |= {"eval/split_fraction": fraction} if fraction else {}
         writer.write(40, row if accuracy is None else {**row, "eval/router/accuracy": accuracy})
@@ -90,19 +82,14 @@ def test_a_table_has_mean_and_deviation_over_seeds(spec, tmp_path, capsys):
     assert numbers["MoD, 12.5%"]["held-out loss (nats)"] == [1.0, 1.2, 1.7]
     times = {"MoD, 12.5%": (20.0, 800.0), "dense twin": (30.0, 533.3)}
     timed = sweep.markdown(spec, sweep.collect_table(spec, tmp_path, times), "how", "split")
-    titles = timed.splitlines()[0]
-    assert titles.endswith(f"| ms a step | sequences/s | {sweep.STEP_TIME} |")
-    dense = next(line for line in timed.splitlines() if line.startswith("| dense"))
-    assert dense.endswith("| 30 | 533.3 | 1.50 |")
+    assert "| 30 | 533.3 | 1.50 |" in timed  # dense, whose steps take half as long again
 
 
 @pytest.mark.parametrize(
     "budget, finished",
     [
-        ({"steps": 40, "train_flops": 0.0}, True),
         ({"steps": 0, "train_flops": 40.4e9}, True),
         ({"steps": 60, "train_flops": 0.0}, False),
-        ({"steps": 0, "train_flops": 60e9}, False),
     ],
 )
 def test_a_table_needs_finished_runs(spec, tmp_path, capsys, budget, finished):
@@ -119,41 +106,19 @@ def test_a_column_that_no_run_has_is_refused(tmp_path, capsys):
     """Before the tables of an earlier call are overwritten."""
     path = tmp_path / "sweep.py"
     path.write_text(SWEEP.replace("eval/router/accuracy", "none|eval/router/acuracy"))
-    loaded = sweep.load_sweep(path)
-    for name in loaded["runs"]:
-        for seed in loaded["seeds"]:
-            fake_run(loaded, tmp_path, name, seed, 1.0, 0.9 if name == "dense twin" else None)
+    fake_runs(sweep.load_sweep(path), tmp_path)
     (tmp_path / "table.md").write_text("of an earlier call")
     assert sweep.main(table_only(tmp_path)) == 2
     error_line(capsys, "'decision accuracy'")
     assert (tmp_path / "table.md").read_text() == "of an earlier call"
-    # One of several names, in one of the runs, is enough.
-    path.write_text(SWEEP.replace("eval/router/accuracy", "none|eval/router/accuracy"))
-    assert sweep.main(table_only(tmp_path)) == 0
-    assert "0.9000" in (tmp_path / "table.md").read_text()
 
 
-@pytest.mark.parametrize(
-    "fractions, words",
-    [((0.25, 0.25, 0.25), "25%"), ((0.25, 1.0, 0.5), "25% to 100%")],
-)
-def test_a_table_states_the_evaluated_part_of_the_split(spec, tmp_path, capsys, fractions, words):
+def test_a_table_states_the_evaluated_part_of_the_split(spec, tmp_path, capsys):
     for name in spec["runs"]:
-        for seed, fraction in enumerate(fractions):
+        for seed, fraction in enumerate((0.25, 1.0, 0.5)):
             fake_run(spec, tmp_path, name, seed, 1.0, accuracy=0.9, fraction=fraction)
     assert sweep.main(table_only(tmp_path)) == 0
-    assert f"; {words} of the held-out split" in capsys.readouterr().out
-
-
-def test_a_table_of_different_texts_warns(spec, tmp_path, capsys):
-    """The standard library as a text differs between Pythons."""
-    fake_runs(spec, tmp_path)
-    for name in spec["runs"]:
-        for seed in range(3):
-            text = {"source": "abc", "eval_source": None, "held_out": f"of {name}"}
-            (sweep.folder(tmp_path, name, seed) / "run.json").write_text(json.dumps({"text": text}))
-    assert sweep.main(table_only(tmp_path)) == 0
-    assert "have different held-out text" in capsys.readouterr().out
+    assert "; 25% to 100% of the held-out split" in capsys.readouterr().out
 
 
 def test_the_command_line_of_a_study(tmp_path, capsys):
@@ -177,8 +142,7 @@ def test_the_command_line_of_a_study(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:  # a study that starts no runs
         parser(runs=False).run(given.append, ["--", "--config.steps=3"])
     assert end.value.code == 2 and len(given) == 1
-    for wrong in ("\u00b2", "9" * 5000, "1,1", ""):
-        refused(lambda wrong=wrong: cli.numbers("--seeds", wrong), "--seeds")
+    refused(lambda: cli.numbers("--seeds", "1,1"), "--seeds")
 
 
 def test_tables_of_markdown():
@@ -204,19 +168,10 @@ def test_a_final_value_that_is_not_finite_leaves_a_cell_empty(tmp_path):
     [
         ('equal="flops"', 'equal="time"', "equal='time'"),
         ("seeds=", "seed=", "'seed'"),
-        ('equal="flops",', "", "'equal'"),
         ("return dict", "1 / 0; dict", "ZeroDivisionError"),
-        ("return dict", "raise SystemExit('no') or dict", "SystemExit"),
-        ("return dict", "dict", "None"),
-        ('"configs/mod.py"', "3", "config=3"),
         ("(0, 1, 2)", "()", "seeds"),
-        ("(0, 1, 2)", "(0, 2**32)", "4294967296"),
-        ("(0, 1, 2)", "'012'", "seeds='012'"),
         ("runs={", "runs={} and {", "runs"),
         ('12.5%": {}', '12.5%": None', "runs['MoD, 12.5%']"),
-        ('12.5%": {}', '12.5%": {3: 4}', "runs['MoD, 12.5%']"),
-        ('"MoD, 12.5%": {}', "7: {}", "runs[7]"),
-        ("columns={", "columns=None and {", "columns=None"),
         ("eval/router/accuracy", "a|", "'decision accuracy'"),
     ],
 )
@@ -234,50 +189,38 @@ def test_a_missing_sweep_and_missing_runs_are_refused(tmp_path, capsys):
     error_line(capsys, str(tmp_path))
 
 
-@pytest.mark.parametrize("equal", ["flops", ""])
-def test_runs_at_a_time(spec, tmp_path, monkeypatch, equal):
-    """Two at a time on CPUs of their own; the first alone if it sets the budget of the others."""
-    loaded = spec | {"equal": equal}
-    lock, running, seen, most = threading.Lock(), set(), [], [0]
+def test_runs_at_a_time(spec, tmp_path, monkeypatch):
+    """Two at a time on CPUs of their own, after the first, which sets the budget of the others."""
+    running, most, seen = [], [], {}
 
-    def run(loaded, workdir, name, seed, budget, extra, cpus=None):
-        with lock:
-            running.add((name, seed))
-            most[0] = max(most[0], len(running))
-            seen.append((name, seed, dict(budget), cpus))
-            assert not (equal and len(seen) == 1 and len(running) > 1)
+    def run(title, arguments, folder, cpus=None):
+        running.append(title)
+        most.append(len(running))
+        seen[title] = cli.check_command(title, arguments).train_flops
+        assert cpus is None or cpus <= os.sched_getaffinity(0)
         time.sleep(0.05)
-        with lock:
-            running.remove((name, seed))
+        running.remove(title)
 
-    monkeypatch.setattr(sweep, "_run_one", run)
+    monkeypatch.setattr(sweep, "run_one", run)
     monkeypatch.setattr(rehearsal, "check", lambda runs: None)
     monkeypatch.setattr(sweep, "final_row", lambda folder: {"flops": 7.0})
-    sweep.run_sweep(loaded, tmp_path, jobs=2)
-    first, _ = names = list(loaded["runs"])
-    assert sorted((n, s) for n, s, *_ in seen) == sorted(
-        (n, s) for n in names for s in loaded["seeds"]
-    )
-    assert most[0] == 2
-    for name, _, budget, cpus in seen[1:]:
-        assert budget == ({"flops": 7.0} if equal and name != first else {})
-        assert cpus is None or cpus <= os.sched_getaffinity(0)
+    sweep.run_sweep(spec, tmp_path, jobs=2)
+    budgets = {"MoD, 12.5%": 0.0, "dense twin": 7.0}
+    assert seen == {f"{name}, seed {i}": budgets[name] for name in budgets for i in range(3)}
+    assert most[0] == 1 and max(most) == 2
 
 
 def test_runs_of_other_batches_take_the_steps_for_equal_tokens(spec, tmp_path, monkeypatch):
     smaller = {"data.batch_size": 4, "data.seq_len": 32, "train_flops": 1e9, "steps": 0}
     runs = {"first": {"data.batch_size": 8, "data.seq_len": 64}, "smaller": smaller}
-    budgets = {}
+    seen = {}
+    monkeypatch.setattr(
+        sweep, "run_one", lambda title, arguments, *_: seen.update({title: arguments})
+    )
     monkeypatch.setattr(rehearsal, "check", lambda runs: None)
     monkeypatch.setattr(sweep, "final_row", lambda folder: {"tokens": 10 * 8 * 64, "flops": 7.0})
-    monkeypatch.setattr(sweep, "_run_one", lambda *a: budgets.update({(a[2], a[3]): a[4]}))
-    sweep.run_sweep(spec | {"equal": "tokens", "runs": runs}, tmp_path)
-    assert budgets == {
-        (n, s): {} if n == "first" else {"steps": 40} for n in runs for s in range(3)
-    }
-    loaded = spec | {"runs": runs}
-    made = sweep.command(loaded, tmp_path, "smaller", 0, {"steps": 40}, ["--config.steps=7"])
-    config = cli.check_command("smaller", made)
+    sweep.run_sweep(spec | {"equal": "tokens", "runs": runs, "seeds": (0,)}, tmp_path)
+    config = cli.check_command("smaller", seen["smaller, seed 0"])
     assert (config.steps, config.train_flops) == (40, 0.0)
 
 
@@ -342,9 +285,7 @@ sys.executable, at_a_time = sys.argv[1], int(sys.argv[2])
 def study(arguments):
     def run(item, cpus):
         jobs.run_main(f"run {item}", [], sys.argv[1] + ".log", cpus)
-    if not at_a_time:
-        run(0, None)
-    jobs.run_all(run, range(4), at_a_time or 1)
+    jobs.run_all(run, range(4), at_a_time)
 sys.exit(cli.Parser("x", "").run(study, []))
 """
 
@@ -372,9 +313,7 @@ def started_study(tmp_path, root):
             [sys.executable, "-c", STUDY, str(run), str(at_a_time)], cwd=root, text=True,
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
-        wait_until(
-            lambda: study.poll() is not None or marks(tmp_path) == ["runs"] * (at_a_time or 1)
-        )
+        wait_until(lambda: study.poll() is not None or marks(tmp_path) == ["runs"] * at_a_time)
         assert study.poll() is None
         return tmp_path, study
 
@@ -384,7 +323,6 @@ def started_study(tmp_path, root):
 @pytest.mark.parametrize(
     "number, at_a_time",
     [
-        pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow),
         (signal.SIGTERM, 2),
         pytest.param(signal.SIGINT, 1, marks=pytest.mark.slow),
         pytest.param(signal.SIGHUP, 1, marks=pytest.mark.slow),
@@ -395,7 +333,7 @@ def test_a_signal_to_a_study_ends_its_runs(number, at_a_time, started_study):
     folder, study = started_study(at_a_time)
     study.send_signal(number)  # to the study alone, as `kill` and a batch system do
     _, said = study.communicate(timeout=30)
-    assert marks(folder) == [f"saved by {number.name}"] * (at_a_time or 1)
+    assert marks(folder) == [f"saved by {number.name}"] * at_a_time
     assert study.returncode == 128 + number, said
     assert said.count("\n") == 1
 
