@@ -1,7 +1,6 @@
 """efx as an installed package: the wheel, its command, its configs and the library."""
 
 import email
-import importlib.metadata
 import json
 import os
 import re
@@ -16,6 +15,7 @@ from refusals import refused
 import efx
 from efx import api
 from efx.config import find_file
+from efx.configs import common
 
 # A config of a user, who has a folder `configs` too.
 OWN = """
@@ -62,12 +62,7 @@ def wheel_of(root, folder):
 
 @pytest.fixture(scope="module")
 def wheel(root, tmp_path_factory):
-    try:
-        version = importlib.metadata.version("setuptools")
-    except importlib.metadata.PackageNotFoundError:
-        version = "0"
-    if int(version.partition(".")[0]) < 77:
-        pytest.skip("setuptools 77 or newer is not installed (extra dev)")
+    pytest.importorskip("setuptools", "77", reason="setuptools 77 is not installed (extra dev)")
     return wheel_of(root, tmp_path_factory.mktemp("wheel"))
 
 
@@ -97,11 +92,11 @@ def test_the_example_of_the_library_runs_outside_a_checkout(root, wheel, tmp_pat
     (here / "configs/__init__.py").write_text("raise ImportError('a folder of the user')")
     (here / "mine.py").write_text(OWN)
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
-    tiny = {"steps": 1, "optim.schedule.warmup_steps": 0, "data.source": "text:../text.txt",
-            "data.seq_len": 16, "data.batch_size": 8, "model.width": 16, "model.depth": 1,
-            "model.attention.num_heads": 2, "model.depth_routing.kind": "none", "evaluate.every": 0,
-            "evaluate.batch_size": 8, "sample.every": 0, "log.every": 1, "log.tensorboard": False,
-            "data.cache_dir": "cache"}  # fmt: skip
+    tiny = common.SMOKE | {
+        "steps": 1, "optim.schedule.warmup_steps": 0, "data.source": "text:../text.txt",
+        "data.seq_len": 16, "model.depth": 1, "model.depth_routing.kind": "none",
+        "evaluate.every": 0, "sample.every": 0, "log.every": 1, "data.cache_dir": "cache",
+    }  # fmt: skip
     blocks = re.findall(r"```python\n(.*?)```", (root / "docs/library.md").read_text(), flags=re.S)
     (block,) = [block for block in blocks if "api.train" in block]
     done = subprocess.run(
@@ -130,14 +125,9 @@ def test_a_path_object_names_a_config(root):
 def test_a_name_that_is_no_config_or_folder_is_refused(wrong, tmp_path, monkeypatch):
     """An empty name would be the current folder."""
     monkeypatch.chdir(tmp_path)
-    config = api.load_config("mod:smoke")
-    for call in (
-        lambda: api.load_config(wrong),
-        lambda: api.train(config, wrong),
-        lambda: api.evaluate(wrong),
-        lambda: api.sample(wrong),
-    ):
-        refused(call, f"={wrong!r}")
+    refused(lambda: api.load_config(wrong), f"={wrong!r}")
+    refused(lambda: api.train(api.load_config("mod:smoke"), wrong), f"={wrong!r}")
+    refused(lambda: api.evaluate(wrong), f"={wrong!r}")
     assert not list(tmp_path.iterdir())
 
 
@@ -149,20 +139,9 @@ def test_wrong_arguments_of_the_library_are_refused(tmp_path):
     refused(lambda: api.sample(tmp_path, 3), "config.sample.prompt=3")
 
 
-@pytest.mark.parametrize(
-    "kind, path, folder, nearest",
-    [
-        ("config", "llma", "", "'llama'"),
-        ("config", "configs/llma.py", "", "'configs/llama.py'"),
-        ("sweep", "mod_tble", "sweeps", "'mod_table'"),
-        ("config", "", "", "--config="),
-    ],
-)
-def test_a_misspelt_file_is_refused_with_the_nearest(
-    kind, path, folder, nearest, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    refused(lambda: find_file(kind, path, folder), nearest)
+def test_a_misspelt_file_is_refused_with_the_nearest():
+    refused(lambda: find_file("config", "configs/llma.py"), "'configs/llama.py'")
+    refused(lambda: find_file("sweep", "mod_tble", "sweeps"), "'mod_table'")
 
 
 def test_a_path_of_the_user_comes_before_one_of_efx(tmp_path, monkeypatch):
