@@ -381,8 +381,8 @@ def test_a_law_at_a_bound_is_not_extrapolated():
     assert np.isfinite(unsure.losses[1e12][0])
 
 
-def test_draws_are_paired_whatever_the_order_of_seeds():
-    random, points = np.random.default_rng(5), []
+def test_draws_are_paired_whatever_the_order_of_points_and_seeds():
+    random, made = np.random.default_rng(5), {"dense": [], "other": []}
     for size, parameters in enumerate(np.geomspace(1e4, 1e5, 5)):
         losses = 2 + 0.1 * (size - 2) ** 2 + random.normal(0, 0.01, 3)
         for family, ahead, seeds in (("dense", 0.0, (0, 1, 2)), ("other", 0.5, (2, 0, 1))):
@@ -390,10 +390,9 @@ def test_draws_are_paired_whatever_the_order_of_seeds():
                 run = grid.Run(family, f"{size}", 1e10, seed, None)
                 numbers = dict(tokens=10**6, flops=1e10, seconds=None, loss=losses[seed] - ahead)
                 fixed = dict.fromkeys(("machine", "revision", "text", "tokenizer", "source"), "")
-                points.append(
-                    Point(run, True, int(parameters), **numbers, split=1.0, **fixed, settings={})
-                )
-    found = analysis.analyse(families(points), 200)
+                fixed |= {"split": 1.0, "settings": {}}
+                made[family].append(Point(run, True, int(parameters), **numbers, **fixed))
+    found = analysis.analyse(families(made["dense"] + made["other"][::-1]), 200)
     other, dense = found.compared(found.parabolas, "other", "dense")
     difference = with_draws(other.losses[1e10] - dense.losses[1e10])
     assert difference.interval(95) == pytest.approx((-0.5, -0.5))
