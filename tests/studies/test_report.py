@@ -1,9 +1,10 @@
-"""The report page: its numbers, what it refuses, and that texts of runs stay text."""
+"""The report page: its numbers, its refusals, texts of runs as text, and how a browser shows it."""
 
 import html.parser
 import json
 import math
 
+import browser as browsers
 import pytest
 from study_helpers import error_line, logged_run
 
@@ -84,11 +85,16 @@ class Elements(html.parser.HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def elements(top):
-    """Those of the page of the study."""
+def written(top):
+    """The page of the study."""
     out = top / "report.html"
     assert report.main([str(top / "study"), f"--out={out}", "--metrics=router/accuracy"]) == 0
-    return Elements(out.read_text())
+    return out
+
+
+@pytest.fixture(scope="module")
+def elements(written):
+    return Elements(written.read_text())
 
 
 def test_a_page_loads_nothing_and_shows_texts_of_runs_as_text(elements):
@@ -180,3 +186,97 @@ def test_bad_input_is_refused(arguments, name, top, capsys, monkeypatch):
     assert report.main(["--out=new.html", *arguments]) == 2
     error_line(capsys, name)
     assert not (top / "new.html").exists()
+
+
+# ---- in a browser ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def driver():
+    with browsers.chromium() as driver:
+        yield driver
+
+
+@pytest.fixture(scope="module")
+def loaded(driver, written):
+    """(console messages, requests) of loading the page."""
+    driver.get(written.as_uri())
+    return browsers.messages(driver), browsers.requests(driver)
+
+
+@pytest.fixture
+def browser(driver, loaded):
+    return driver
+
+
+CURVES = "document.querySelector('.curves')"
+
+
+def run_order(browser):
+    """The runs of the table, as they are shown."""
+    script = "return [...document.querySelectorAll('table')].pop().tBodies[0].innerText"
+    return [line.split("\t")[0].strip() for line in browser.execute_script(script).splitlines()]
+
+
+def heading(browser, title):
+    return browser.find_element("xpath", f"//th/button[text()={title!r}]")
+
+
+@pytest.mark.slow
+def test_the_page_loads_without_messages_and_requests(loaded, written, browser):
+    assert loaded == ([], [written.as_uri()])
+    drawn = browser.execute_script(
+        "return [...document.querySelectorAll('.figure .main-svg')].length"
+    )
+    assert drawn >= 2  # curves and speed
+    assert browser.execute_script("return window.hacked") is None
+
+
+@pytest.mark.slow
+def test_the_axis_switches(browser):
+    axis = f"const axis = {CURVES}.layout.xaxis; const line = {CURVES}.data.at(-1);"
+    axis += "return [axis.title.text, axis.type, [...line.x]]"
+    browser.find_element("css selector", "input[value=flops]").click()
+    assert browser.execute_script(axis) == ["training FLOPs", "linear", [64e7, 128e7]]
+    browser.find_element("css selector", "input[name=log-x]").click()
+    browser.find_element("css selector", "input[value=seconds]").click()
+    assert browser.execute_script(axis) == ["seconds of training", "log", [10, 20]]
+    browser.find_element("css selector", "input[name=log-x]").click()
+
+
+@pytest.mark.slow
+def test_the_legend_switches_a_run_off(browser):
+    names = f"return new Set({CURVES}.data.map((line) => line.name)).size"
+    button = browser.find_element("css selector", ".legend button")
+    button.click()
+    assert browser.execute_script(names) == 2 and button.get_attribute("aria-pressed") == "false"
+    button.click()
+    assert browser.execute_script(names) == 4
+
+
+@pytest.mark.slow
+def test_the_table_sorts_by_numbers_both_ways(browser):
+    assert run_order(browser) == ["wide", NARROW]
+    title = heading(browser, "tokens/s")
+    for order in (["wide", NARROW], [NARROW, "wide"], ["wide", NARROW]):
+        title.click()
+        assert run_order(browser) == order
+    heading(browser, "held-out loss").click()
+    assert run_order(browser) == ["wide", NARROW]
+    heading(browser, "run").click()
+    assert run_order(browser) == [NARROW, "wide"]
+
+
+@pytest.mark.slow
+def test_the_page_forbids_requests_and_other_scripts(browser):
+    assert browsers.messages(browser) == []  # after the clicks above
+    assert [one for one in browsers.requests(browser) if not one.startswith("data:")] == []
+    script = """
+        const done = arguments[0], script = document.createElement("script")
+        script.textContent = "window.hacked = 1"
+        document.body.append(script)
+        fetch("http://127.0.0.1:9/").then(() => done("loaded"), () => done("refused"))
+    """
+    assert browser.execute_async_script(script) == "refused"
+    assert browser.execute_script("return window.hacked") is None
+    assert all("Content Security Policy" in words for words in browsers.messages(browser))
