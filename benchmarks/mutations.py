@@ -143,7 +143,7 @@ FAULTS = [
      "data/test_data.py"),
     ("packing: one document a row", "efx/data/packing.py",
      "segment_ids_BT[b, begin:end] = segment", "segment_ids_BT[b, begin:end] = 1",
-     "data/test_data_packing.py"),
+     "data/test_data.py"),
     ("tokenizer: characters past the table", "efx/data/tokenizers.py",
      "ids[beyond] = -1", "ids[beyond] = 0", "data/test_tokenizers.py"),
     ("data: held-out documents are trained on", "efx/data/held_out.py",
