@@ -39,7 +39,7 @@ FAULTS = [
     ("routing: dropped tokens share an index", ROUTING + "plans.py",
      "jnp.where(index < size, index, size + own)", "jnp.minimum(index, size)",
      "contract/test_families.py -k unique"),
-    ("routing: positions are counted anew", ROUTING + "plans.py",
+    ("routing: positions are renumbered", ROUTING + "plans.py",
      "positions_BT=self.take(tokens.positions_BT, fill=-1),",
      "positions_BT=jnp.where(self.mask_BC, jnp.arange(self.mask_BC.shape[1]), -1),",
      "layers/test_routing.py"),
@@ -200,8 +200,9 @@ def try_fault(fault, copies):
     """(what is wrong, the tests that ran, the test that failed or "SURVIVED", seconds)."""
     name, file, old, new, arguments = fault
     original = (ROOT / file).read_text()
-    if original.count(old) != 1:
-        raise SystemExit(f"{name}: {file} has {original.count(old)} times, not once: {old}")
+    count = original.count(old)
+    if count != 1:
+        raise SystemExit(f"{name}: {file} contains {count} times, expected once: {old}")
     files, _, expression = arguments.partition(" -k ")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
     command += [f"tests/{path}" for path in files.split()]
@@ -226,7 +227,9 @@ def main(argv=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--only", default="", help="faults whose description has this text")
+    parser.add_argument(
+        "--only", default="", help="only faults with this text in their description"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     options = parser.parse_args(argv)
     faults = [fault for fault in FAULTS if options.only in fault[0]]

@@ -65,7 +65,7 @@ def text_of(topic, rng, words=50):
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
-    """The file of a config whose corpus is a mixture of two topics."""
+    """A config file with a mixture of two topics as its corpus."""
     pytest.importorskip("sklearn", reason="scikit-learn is not installed (extra compose)")
     pytest.importorskip("k_means_constrained", reason="not installed (extra compose)")
     path, rng = tmp_path_factory.mktemp("config"), np.random.default_rng(0)
@@ -86,7 +86,7 @@ def run_here(title, arguments, log, cpus=None):
 
 @pytest.fixture(scope="module")
 def trained(recipe, tmp_path_factory, one_device):
-    """(folder, Stages) after the driver, whose commands ran in this process."""
+    """(folder, Stages) after the driver has run its commands in this process."""
     folder = tmp_path_factory.mktemp("cbtm") / "all"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cbtm.jobs_lib, "run_main", run_here)

@@ -55,7 +55,7 @@ def test_topics_are_found_without_labels():
 
 @pytest.mark.parametrize("count", [3, 7])
 def test_clusters_have_equal_sizes(count):
-    """Of one topic, and of two of which one is three times as large."""
+    """One topic, and two topics with one three times as large as the other."""
     sea = [text for topic, text in texts_of(20) if topic == "sea"]
     farm = [text for topic, text in texts_of(20) if topic == "farm"]
     for texts in (sea, sea + farm[:7]):

@@ -1,4 +1,4 @@
-"""Bad input is one line that names what is at fault, status 2, and no run directory.
+"""Bad input gives one line with the name at fault, status 2, and no run directory.
 
 The settings are in tests/refusals.py. Here are flags, names of files, and keys that were misspelt
 elsewhere than on the command line.

@@ -198,7 +198,7 @@ def test_what_a_full_pass_leaves_out_decoding_does(name):
 
 @pytest.mark.slow
 def test_experts_serve_or_drop_every_choice():
-    """One row, token by token, of which some find their experts full; then of several rows."""
+    """One row token by token, where some tokens find their experts full; then several rows."""
     for length_B, size in ((np.array([CONTEXT]), 1), (LENGTHS, 5)):
         cache = decoded("moe", size, length_B)
         spec, dropped = build("moe")[0].specs()[0], 0
@@ -210,7 +210,7 @@ def test_experts_serve_or_drop_every_choice():
         assert dropped > 0
 
 
-# ---- what is not computed ----------------------------------------------------------------------
+# ---- skipped work ----------------------------------------------------------------------
 
 LATENT = {
     "family": "latent",
@@ -322,7 +322,7 @@ def test_a_chunk_runs_as_often_as_it_needs():
 
 
 def test_compacted_rows_are_as_if_alone():
-    """Eight rows of which from none to all are routed, with two to four slots for them: the logits
+    """Eight rows, none to all of them routed, with two to four slots for them: the logits
     of each are those of the full forward, the caches those of the row alone."""
     batch, rng = 8, np.random.default_rng(0)
     model, variables = build("mod_gpt2")
