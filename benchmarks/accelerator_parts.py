@@ -27,7 +27,7 @@ from efx.config import load_config
 from efx.configs import gpt2, learned_dropout, mod, moe
 from efx.configs.common import ACCELERATOR, apply
 from efx.layers import attend
-from efx.layers.attention_kernels import KERNELS, Refused
+from efx.layers.kernels import KERNELS, Refused
 from efx.metrics import quantity, read_metrics
 from efx.studies import isoflop, reference, results
 from efx.studies.isoflop import report

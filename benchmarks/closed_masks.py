@@ -21,7 +21,7 @@ from efx import flops, models
 from efx.configs import learned_dropout
 from efx.configs.common import apply
 from efx.errors import UsageError
-from efx.layers.mask_dropout.modules import AttentionMask
+from efx.layers.learned_dropout import AttentionMask
 from efx.studies.step_time import take_turns
 
 

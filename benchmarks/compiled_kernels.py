@@ -22,7 +22,7 @@ from benchmarks.accelerator_parts import LENGTH, MASKS, TOLERANCE, with_mask
 from efx import sharding
 from efx.ahead_of_time import topology
 from efx.errors import UsageError, nearest
-from efx.layers.attention_kernels import KERNELS
+from efx.layers.kernels import KERNELS
 
 TARGETS = {
     "v5e": "v5e:2x2",

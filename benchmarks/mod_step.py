@@ -22,9 +22,9 @@ from flax import linen as nn
 from benchmarks import common
 from efx.configs import mod
 from efx.configs.common import apply
-from efx.layers.info import CallInfo, Mode, Tokens
-from efx.layers.routing import plans
+from efx.layers.call import Call
 from efx.layers.stack import Layer
+from efx.routing import plans
 from efx.studies.step_time import take_turns
 
 STEP_TARGET = 0.58  # of the dense step's time
@@ -108,16 +108,14 @@ def _layer(spec, batch, length, width):
     x_BTD, cotangent_BTD = (
         jnp.asarray(draw.standard_normal((batch, length, width), np.float32)) for _ in range(2)
     )
-    info = CallInfo(
-        Tokens(jnp.arange(length, dtype=jnp.int32)[None]), Mode(train=True, selection="train")
-    )
-    variables = nn.unbox(layer.init(jax.random.key(0), x_BTD, info))
+    call = Call(jnp.arange(length, dtype=jnp.int32)[None], train=True, selection="train")
+    variables = nn.unbox(layer.init(jax.random.key(0), x_BTD, call))
     params = variables["params"]
     state = {"state": variables["state"]} if "state" in variables else {}
 
     def forward(params, x_BTD):
         out_BTD, sown = layer.apply(
-            {"params": params, **state}, x_BTD, info, mutable=("losses", "stats", *state)
+            {"params": params, **state}, x_BTD, call, mutable=("losses", "stats", *state)
         )
         extra = sum(jnp.sum(jnp.asarray(loss)) for loss in jax.tree.leaves(sown.get("losses", {})))
         return (out_BTD, jnp.asarray(extra, jnp.float32)), sown

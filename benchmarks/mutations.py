@@ -22,7 +22,7 @@ import time
 from benchmarks.common import table
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-ROUTING, LAYERS, MODELS = "efx/layers/routing/", "efx/layers/", "efx/models/"
+ROUTING, LAYERS, MODELS = "efx/routing/", "efx/layers/", "efx/models/"
 
 # (what is wrong, file, text that occurs once, text in its place, arguments of pytest)
 FAULTS = [
@@ -43,26 +43,26 @@ FAULTS = [
      "positions_BT=self.take(tokens.positions_BT, fill=-1),",
      "positions_BT=jnp.where(self.mask_BC, jnp.arange(self.mask_BC.shape[1]), -1),",
      "layers/test_routing.py"),
-    ("routing: no gate", ROUTING + "depth.py",
+    ("routing: no gate", ROUTING + "mod.py",
      "plan.take(gate_BT)", "plan.take(jnp.ones_like(gate_BT))",
      "layers/test_routing.py"),
-    ("routing: skipped tokens lose the residual", ROUTING + "depth.py",
+    ("routing: skipped tokens lose the residual", ROUTING + "mod.py",
      "start_BTD = self._add_skip_mlp(x_BTD, ~run_BT)\n        routed_info",
      "start_BTD = self._add_skip_mlp(x_BTD * run_BT[..., None], ~run_BT)\n        routed_info",
      "layers/test_routing.py"),
-    ("routing: the skip MLP on routed tokens", ROUTING + "depth.py",
+    ("routing: the skip MLP on routed tokens", ROUTING + "mod.py",
      "jnp.where(skipped_BT[..., None]", "jnp.where(~skipped_BT[..., None]",
      "layers/test_decisions.py"),
-    ("routing: the router's loss reaches the input", ROUTING + "depth.py",
+    ("routing: the router's loss reaches the input", ROUTING + "mod.py",
      "self.scores(jax.lax.stop_gradient(x_BTD))", "self.scores(x_BTD)",
      "layers/test_decisions.py layers/test_routing.py"),
-    ("routing: the predictor trains the block's input", ROUTING + "depth.py",
+    ("routing: the predictor trains the block's input", ROUTING + "mod.py",
      "self.predictor(jax.lax.stop_gradient(x_BTD))", "self.predictor(x_BTD)",
      "layers/test_decisions.py"),
     ("threshold: old and new change weights", ROUTING + "quantiles.py",
      "decay * old + (1.0 - decay) * new", "decay * new + (1.0 - decay) * old",
      "layers/test_decisions.py"),
-    ("threshold: a share of survivors", ROUTING + "depth.py",
+    ("threshold: a share of survivors", ROUTING + "mod.py",
      "self.capacity / self.survivors", "self.capacity",
      "layers/test_recursion.py layers/test_decisions.py"),
     # ---- caches and attention
@@ -90,10 +90,10 @@ FAULTS = [
      "1.0 - jnp.abs(scores_BKRS / static.softcap)",
      "layers/test_attention.py"),
     # ---- experts, masks, latents, two streams
-    ("experts: weights do not sum to 1", ROUTING + "moe.py",
+    ("experts: weights do not sum to 1", LAYERS + "moe.py",
      "weight_BTE / jnp.sum(weight_BTE, axis=-1, keepdims=True)", "weight_BTE / c.top_k",
      "layers/test_moe.py"),
-    ("experts: unweighted while decoding", ROUTING + "moe.py",
+    ("experts: unweighted while decoding", LAYERS + "moe.py",
      "jnp.where(run_BTE, weight_BTE, 0.0)[:, 0]", "jnp.where(run_BTE, 1.0, 0.0)[:, 0]",
      "contract/test_families.py -k moe"),
     ("experts: the balancing loss of a micro-batch", "efx/means.py",
@@ -132,7 +132,7 @@ FAULTS = [
     ("optimiser: the warm-up starts at 0", "efx/optim.py",
      "optax.linear_schedule(peak / (warmup + 1), peak, warmup)",
      "optax.linear_schedule(0.0, peak, warmup)", "runs/test_optim.py"),
-    ("optimiser: muP's rate", LAYERS + "parametrisation.py",
+    ("optimiser: muP's rate", LAYERS + "mup.py",
      "base_width / shape[axis] if base_width and axis", "1.0 if base_width and axis",
      "layers/test_mup.py"),
     ("mesh: MLPs are not split", "efx/sharding.py",

@@ -23,7 +23,7 @@ from efx import flops, models
 from efx.configs.common import apply, base
 from efx.errors import UsageError
 from efx.layers import attend, costs
-from efx.layers.info import CallInfo, Mode, Tokens
+from efx.layers.call import Call
 from efx.layers.stack import Layer
 from efx.studies.step_time import take_turns
 
@@ -143,9 +143,9 @@ def _executed_attention(spec, length):
 def _executed_block(spec, length):
     """FLOPs of the block on one sequence."""
     x_BTD = jax.ShapeDtypeStruct((1, length, spec.block.width), jnp.float32)
-    info = CallInfo(Tokens(jnp.arange(length, dtype=jnp.int32)[None]), Mode(train=True))
+    call = Call(jnp.arange(length, dtype=jnp.int32)[None], train=True)
     layer = Layer(spec)
-    return flops.jaxpr_flops(lambda key, x: layer.init(key, x, info), jax.random.key(0), x_BTD)
+    return flops.jaxpr_flops(lambda key, x: layer.init(key, x, call), jax.random.key(0), x_BTD)
 
 
 def _attention(spec, length, args):
@@ -163,12 +163,12 @@ def _attention(spec, length, args):
 
 def _block(spec, length, args):
     layer, x_BTD = Layer(spec), _normal(args.batch, length, args.width)
-    info = CallInfo(Tokens(jnp.arange(length, dtype=jnp.int32)[None]), Mode(train=True))
-    params = nn.unbox(layer.init(jax.random.key(0), x_BTD, info))["params"]
+    call = Call(jnp.arange(length, dtype=jnp.int32)[None], train=True)
+    params = nn.unbox(layer.init(jax.random.key(0), x_BTD, call))["params"]
 
     @jax.jit
     def forward_and_backward(params, x_BTD):
-        output, pullback = jax.vjp(lambda p, x: layer.apply({"params": p}, x, info), params, x_BTD)
+        output, pullback = jax.vjp(lambda p, x: layer.apply({"params": p}, x, call), params, x_BTD)
         return output, pullback(x_BTD)
 
     return lambda turn: jax.block_until_ready(forward_and_backward(params, x_BTD))

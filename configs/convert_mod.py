@@ -33,7 +33,7 @@ Hardware: 2 CPU cores. The study: `python -m efx.studies.convert`, docs/bring_yo
 
 from efx.configs import common, mod
 from efx.layers.config import DepthRoutingConfig
-from efx.layers.routing.parameters import params_pattern
+from efx.routing.parameters import params_pattern
 
 # Settings of a routed block that conversion changes.
 _CONVERSION = {

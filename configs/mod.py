@@ -50,7 +50,7 @@ Hardware: 2 CPU cores. Results: docs/results.md.
 """
 
 from efx.configs import common
-from efx.layers.routing.parameters import params_pattern
+from efx.routing.parameters import params_pattern
 
 ROUTING = {
     "model.depth_routing.kind": "mod",

@@ -34,7 +34,7 @@ from efx.checkpoint.files import finished_steps, warn
 from efx.data import SPLITS, load, tokenizers
 from efx.data.tokenizers import load_tokenizer
 from efx.errors import UsageError
-from efx.layers import attention_kernels
+from efx.layers import kernels
 from efx.runfolder import TOKENIZER_FILE
 
 # Of config.data: what decides which text there is, and what else which part of it is held out.
@@ -180,10 +180,10 @@ class Training:
         return jitted.trace(self.shapes, self.batch, seed, self.teacher)
 
     def compile_step(self, model, start=0):
-        """(Compiled program of `trace_step`, `attention_kernels.as_records` of its attention)."""
-        with attention_kernels.taken() as choices:
+        """(Compiled program of `trace_step`, `kernels.as_records` of its attention)."""
+        with kernels.taken() as choices:
             compiled = self.trace_step(model, start).lower().compile()
-        return compiled, attention_kernels.as_records(choices)
+        return compiled, kernels.as_records(choices)
 
     def check_memory(self):
         """UsageError where a step needs more memory than there is."""

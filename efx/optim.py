@@ -29,7 +29,7 @@ from flax import traverse_util
 from flax.core import meta
 
 from efx.errors import UsageError
-from efx.layers import parametrisation
+from efx.layers import mup
 from efx.run_blocks import OptimConfig
 from efx.settings import make
 
@@ -207,7 +207,7 @@ def _say_if_cut(schedule, total_steps):
 def parameter_groups(config_optim, params_shapes, mup_base=0):
     """dict path -> `Group`. Frozen wins over everything; of the lr multipliers that match a
     parameter the first in the config wins."""
-    parametrisation.check_optimizer(config_optim.name, mup_base)
+    mup.check_optimizer(config_optim.name, mup_base)
     paths = param_paths(params_shapes)
     frozen = _matching("frozen", config_optim.frozen, paths)
     decayed = _matching("decay", config_optim.decay, paths)
@@ -232,7 +232,7 @@ def parameter_groups(config_optim, params_shapes, mup_base=0):
             muon=not is_frozen
             and config_optim.name == "muon"
             and _is_hidden_matrix(path, leaf.shape),
-            mup=parametrisation.rate_factor(path, leaf.shape, mup_base),
+            mup=mup.rate_factor(path, leaf.shape, mup_base),
         )
     return groups
 

@@ -13,8 +13,8 @@ from flax import linen as nn
 from flax import struct
 
 from efx import losses, means, models, optim, sharding
-from efx.layers.routing import quantiles
 from efx.layers.stack import label, layer_of
+from efx.routing import quantiles
 from efx.settings import as_dict
 
 EVALUATION = np.uint32(2**32 - 1)  # folded into a key in place of a step; no run is as long

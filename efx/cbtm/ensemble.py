@@ -22,7 +22,7 @@ from efx.config import config_of_run
 from efx.data import load_tokenizer
 from efx.data.subset import Subset
 from efx.errors import UsageError
-from efx.layers.routing import plans
+from efx.routing import plans
 from efx.runfolder import TOKENIZER_FILE
 
 # What experts have in common, but for how it is computed: parameters of one shape may be those of

@@ -23,10 +23,10 @@ from efx.configs import convert_mod
 from efx.errors import UsageError, nearest
 from efx.flops import count_params
 from efx.interop import new_run
-from efx.layers.routing import parameters
 from efx.layers.stack import in_layers, scan_params
 from efx.metrics import quantity
 from efx.metrics.progress import is_primary
+from efx.routing import parameters
 
 KINDS = ("mod", "layer_drop")
 # Settings of the model that the parent does not decide: what is new, and how it is computed.

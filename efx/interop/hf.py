@@ -35,8 +35,8 @@ from efx.interop.weights import (
     size_of,
     write,
 )
-from efx.layers.routing import parameters
 from efx.layers.stack import scan_params, unroll_params
+from efx.routing import parameters
 
 # The versions that exports are for; the tests load them with the oldest and the newest.
 TRANSFORMERS = "transformers>=4.57.1,<6"

@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict
 from efx import models
 from efx.errors import UsageError
 from efx.interop.weights import NewArray
-from efx.layers.routing import parameters
+from efx.routing import parameters
 
 # No module of efx: a file of data, whose imports are those of who loads it.
 CODE = Path(__file__).parent / "exported/modeling_efx.py"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import sharding
-from efx.layers import attention_kernels
+from efx.layers import kernels
 from efx.layers.dropout import ProbsFn
 from efx.layers.linear import padding_of_rows
 
@@ -129,12 +129,12 @@ def attend(
       positions_BT: original positions, needed only with a window.
       segment_ids_BT: documents, or None.
       gaps: whether positions skip some.
-      kernel: see `attention_kernels.choose`.
+      kernel: see `kernels.choose`.
       probs_fn: changes the probabilities, a block of queries at a time.
     Returns: [B, T, N, H].
     """
     _, length, num_heads, head_dim = q_BTNH.shape
-    case = attention_kernels.Case(
+    case = kernels.Case(
         length,
         num_heads,
         k_BSKH.shape[2],
@@ -147,7 +147,7 @@ def attend(
         split=sharding.ways("length") > 1,
         probs=probs_fn is not None,
     )
-    chosen = attention_kernels.choose(kernel, case)
+    chosen = kernels.choose(kernel, case)
     if chosen is not None:
         return chosen.run(case, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, scale)
     first_BT = first_visible(length, window, positions_BT, segment_ids_BT)

@@ -34,43 +34,43 @@ class Attention(nn.Module):
     width: int | None
 
     @nn.compact
-    def __call__(self, x_BTD, info, context=None):
-        """Attention of the tokens x over themselves, or over `context` = (tokens [B, S, D], their
-        info). Where the latter has the `Tokens` of `info`, the context is another state of the same
-        tokens (S = T), causal in the same order. While decoding, the context is what the cache
-        takes, and S may differ from T inside of groups alone. See `CacheView.access`."""
-        c, read = self.config, (x_BTD, info) if context is None else context
+    def __call__(self, x_BTD, call, context=None):
+        """Attention of the tokens x over themselves, or over `context` = (states [B, S, D], their
+        `Call`). A context without a call (None) is another state of the same tokens (S = T),
+        causal in the same order. While decoding, the context goes into the cache, and S may differ
+        from T only inside groups. See `CacheView.access`."""
+        c = self.config
+        states_BSD, key_call = (x_BTD, None) if context is None else context
+        same_tokens, key_call = key_call is None, key_call or call
         q_BTNH = k_BSKH = v_BSKH = None
-        if info.access != "write":
-            q_BTNH = self._queries(x_BTD, info)
-        if info.access != "read":
-            k_BSKH, v_BSKH = self._keys_values(*read)
+        if call.access != "write":
+            q_BTNH = self._queries(x_BTD, call)
+        if call.access != "read":
+            k_BSKH, v_BSKH = self._keys_values(states_BSD, key_call)
         options = dict(scale=c.factor, window=c.window, softcap=c.softcap)
         dropout = None if self.probs_dropout is None else self.probs_dropout(name="probs_dropout")
-        if info.decode:
+        if call.decode:
             # The first tokens need not read what they write.
-            as_forward = info.cache.first and dropout is None
-            view = info.with_cache(access="write") if as_forward else info
-            out_BTNH = attend_cached(self, q_BTNH, k_BSKH, v_BSKH, view, read[1], dropout, options)
+            as_forward = call.cache.first and dropout is None
+            view = call.with_cache(access="write") if as_forward else call
+            out_BTNH = attend_cached(self, q_BTNH, k_BSKH, v_BSKH, view, key_call, dropout, options)
             if not as_forward:
                 return None if out_BTNH is None else self._out(out_BTNH)
         probs_fn = None
         if dropout is not None:
-            probs_fn = dropout.probs_fn(info, read[1].tokens.positions_BT)
+            probs_fn = dropout.probs_fn(call, key_call.positions_BT)
         options["probs_fn"] = probs_fn
-        if read[1].tokens is not info.tokens:
-            out_BTNH = attend_context(
-                q_BTNH, k_BSKH, v_BSKH, info.tokens, read[1].tokens, **options
-            )
+        if not same_tokens:
+            out_BTNH = attend_context(q_BTNH, k_BSKH, v_BSKH, call, key_call, **options)
         else:
             out_BTNH = attend(
                 q_BTNH,
                 k_BSKH,
                 v_BSKH,
                 chunk=c.chunk,
-                positions_BT=info.tokens.positions_BT,
-                segment_ids_BT=info.tokens.segment_ids_BT,
-                gaps=info.tokens.gaps,
+                positions_BT=call.positions_BT,
+                segment_ids_BT=call.segment_ids_BT,
+                gaps=call.has_gaps,
                 kernel=c.kernel,
                 **options,
             )
@@ -92,33 +92,33 @@ class Attention(nn.Module):
             self.width, ("heads", "embed"), self.std_out, self.bias_out, self.dtype, name="out"
         )(out_BTD)
 
-    def _queries(self, x_BTD, info):
+    def _queries(self, x_BTD, call):
         c = self.config
         q_BTNH = self._heads("query", x_BTD, c.num_heads, "heads")
         if c.rope_theta:
-            q_BTNH = self._rotated(q_BTNH, info)
+            q_BTNH = self._rotated(q_BTNH, call)
         return constrain(q_BTNH, "batch", "length", "act_heads", None)
 
-    def _keys_values(self, x_BSD, info):
+    def _keys_values(self, x_BSD, call):
         c = self.config
         k_BSKH = self._heads("key", x_BSD, c.num_kv_heads, "kv_heads")
         v_BSKH = self._project("value", x_BSD, c.num_kv_heads, "kv_heads")
         v_BSKH = v_BSKH.reshape(k_BSKH.shape)
         if c.rope_theta:
-            k_BSKH = self._rotated(k_BSKH, info)
+            k_BSKH = self._rotated(k_BSKH, call)
         k_BSKH, v_BSKH = (
             constrain(y, "batch", "length", "act_kv_heads", None) for y in (k_BSKH, v_BSKH)
         )
         return k_BSKH, v_BSKH
 
-    def _rotated(self, y, info):
+    def _rotated(self, y, call):
         """Queries or keys by `rope`.
 
         On a GPU they are marked to be kept in place of what they are made of, which the backward
         pass needs for the gradient of a norm alone: rotating them again takes it two passes over
         memory. On a TPU it takes no time, and what is kept would take more room than the products.
         """
-        y = rope(y, info.tokens.positions_BT, self.config)
+        y = rope(y, call.positions_BT, self.config)
         kept = sharding.platform() == "gpu" and self.config.qk_norm == "none"
         return projection(y) if kept else y
 

@@ -13,7 +13,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from efx.errors import UsageError
-from efx.layers.routing import plans
+from efx.routing import plans
 from efx.settings import (
     AtLeastOne,
     Count,
@@ -88,7 +88,7 @@ class AttentionConfig:
     window: Natural = 0  # positions a query looks back, its own included; 0: all
     softcap: NonNegative = 0.0  # scores <- softcap tanh(scores / softcap); 0: off
     chunk: Natural = 0  # queries in a chunk of the kernel "xla"; 0: chosen by length
-    # What computes it, see `attention_kernels`: "auto" takes the best that the devices have and
+    # What computes it, see `kernels`: "auto" takes the best that the devices have and
     # that can do what is asked, and "xla" where there is none.
     kernel: Literal["auto", "xla", "splash", "cudnn"] = "auto"
 

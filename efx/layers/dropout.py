@@ -35,12 +35,12 @@ class StandardDropout(nn.Module):
     rate: float
 
     @nn.compact
-    def __call__(self, x, info):
-        return nn.Dropout(self.rate)(x, deterministic=not info.mode.train)
+    def __call__(self, x, call):
+        return nn.Dropout(self.rate)(x, deterministic=not call.train)
 
-    def probs_fn(self, info, k_positions_BS):
+    def probs_fn(self, call, k_positions_BS):
         """A `ProbsFn` for the functions of `attend.py`; `report` it when all blocks are done."""
-        key = self.make_rng("dropout") if info.mode.train and self.rate else None
+        key = self.make_rng("dropout") if call.train and self.rate else None
         return _ProbsDropout(self.rate, key)
 
     def report(self, probs_fn):

@@ -16,7 +16,7 @@ from flax import linen as nn
 
 from efx import sharding
 from efx.layers.attend import attend_cache, attend_pairs
-from efx.layers.routing.plans import NO_TWO_ALIKE, apart
+from efx.routing.plans import NO_TWO_ALIKE, apart
 
 
 def variables(module, tag, optional=(), **makers):
@@ -108,9 +108,9 @@ def _with_slots_changed(cache, change):
     return {name: _with_slots_changed(value, change) for name, value in cache.items()}
 
 
-def admit(module, wanted, room, info, computed, refused):
+def admit(module, wanted, room, call, computed, refused):
     """Those of the new tokens that are wanted which find room, by how many of their row the cache
-    says were computed before: a full forward pass of length `info.cache.size` computes the same.
+    says were computed before: a full forward pass of length `call.cache.size` computes the same.
     Inside of groups every group is such a row.
 
     Args:
@@ -123,12 +123,12 @@ def admit(module, wanted, room, info, computed, refused):
         computed: lambda: jnp.zeros((rows, *wanted.shape[2:]), jnp.int32),
         refused: lambda: jnp.zeros((rows,), jnp.int32),
     }
-    if info.cache.grouped:
-        return _admit_in_groups(module, wanted, room, info, makers)
-    count, lost = variables(module, info.cache.tag, **makers).values()
+    if call.cache.grouped:
+        return _admit_in_groups(module, wanted, room, call, makers)
+    count, lost = variables(module, call.cache.tag, **makers).values()
     if module.is_initializing():
         return wanted
-    before, rows_B = count.value, info.cache.rows_B
+    before, rows_B = count.value, call.cache.rows_B
     if rows_B is not None:
         before = before.at[rows_B].get(mode="fill", fill_value=0)
     run = wanted & (before[:, None] + jnp.cumsum(wanted, axis=1) <= room)
@@ -138,12 +138,12 @@ def admit(module, wanted, room, info, computed, refused):
     return run
 
 
-def count(module, name, counted_BT, info):
+def count(module, name, counted_BT, call):
     """Adds the new tokens of each row that are counted to the variable `name` [B] of the cache."""
     rows = len(counted_BT)
     (total,) = variables(module, "", **{name: lambda: jnp.zeros((rows,), jnp.int32)}).values()
     if not module.is_initializing():
-        total.value = _added(total.value, jnp.sum(counted_BT, axis=1), info.cache.rows_B)
+        total.value = _added(total.value, jnp.sum(counted_BT, axis=1), call.cache.rows_B)
 
 
 def _added(total, new, rows_B):
@@ -152,13 +152,13 @@ def _added(total, new, rows_B):
     return total + new if rows_B is None else total.at[rows_B].add(new, **NO_TWO_ALIKE)
 
 
-def _admit_in_groups(module, wanted, room, info, makers):
+def _admit_in_groups(module, wanted, room, call, makers):
     """`admit` where room is counted for the last group, from what `ALL_GROUPS` have taken on,
     which are a part of every group."""
     rows = len(wanted)
     total, lost, count, shared, group = variables(
         module,
-        info.cache.tag,
+        call.cache.tag,
         **makers,
         of_group=lambda: jnp.zeros((rows, *wanted.shape[2:]), jnp.int32),
         shared=lambda: jnp.zeros((rows, *wanted.shape[2:]), jnp.int32),
@@ -173,7 +173,7 @@ def _admit_in_groups(module, wanted, room, info, makers):
     def before(group_BT, kept_BT):
         return jnp.where(wide(group_BT == kept_BT), count.value[:, None], shared.value[:, None])
 
-    group_BT, valid_BT = info.tokens.segment_ids_BT, info.tokens.positions_BT >= 0
+    group_BT, valid_BT = call.segment_ids_BT, call.positions_BT >= 0
     begins_BT = jnp.diff(group_BT, axis=1, prepend=-1) != 0
     upto = jnp.cumsum(wanted, axis=1)
     earlier = jax.lax.cummax(jnp.where(wide(begins_BT), upto - wanted, 0), axis=1)
@@ -189,32 +189,32 @@ def _admit_in_groups(module, wanted, room, info, makers):
     return run
 
 
-def attend_cached(module, q_BTNH, k_BTKH, v_BTKH, info, k_info, dropout, options):
+def attend_cached(module, q_BTNH, k_BTKH, v_BTKH, call, k_call, dropout, options):
     """Append the new keys and values to the module's cache, then attend over all of it.
 
     Slots fill in order of arrival and every slot remembers its token's position, so a routed
     block's cache is as short as the tokens routed through it. Padding (negative positions)
-    is not stored. `info.cache.rows_B` picks rows of the cache when only some rows run.
+    is not stored. `call.cache.rows_B` picks rows of the cache when only some rows run.
 
     Args:
       module: the linen module, in its compact method, whose variables the cache is.
-      info: of the queries. k_info: of the keys and values, the same but inside of groups.
+      call: of the queries. k_call: of the keys and values, the same but inside of groups.
       dropout: module for the probabilities (see `dropout.StandardDropout.probs_fn`), or None.
       options: keywords of `attend_cache`.
     Returns: [B, T, N, H]; where a layer only writes, for which there need be no queries, None.
     """
-    if info.cache.grouped:
-        return attend_group(module, q_BTNH, k_BTKH, v_BTKH, info, k_info, dropout, **options)
-    size, dtype = info.cache.kv_size or info.cache.size, module.dtype
+    if call.cache.grouped:
+        return attend_group(module, q_BTNH, k_BTKH, v_BTKH, call, k_call, dropout, **options)
+    size, dtype = call.cache.kv_size or call.cache.size, module.dtype
 
     def zeros(make_shape):
         # The rows of the cache are made when it is initialised, by a full batch.
         return lambda: jnp.zeros(make_shape(*k_BTKH.shape), dtype)
 
-    one = info.tokens.positions_BT.shape[1] == 1
+    one = call.positions_BT.shape[1] == 1
     slots = variables(
         module,
-        info.cache.tag,
+        call.cache.tag,
         _NEWEST if one and dropout is None else (),
         cached_key=zeros(lambda rows, _, heads, width: (rows, heads, width, size)),
         cached_value=zeros(lambda rows, _, heads, width: (rows, heads, width, size)),
@@ -223,25 +223,25 @@ def attend_cached(module, q_BTNH, k_BTKH, v_BTKH, info, k_info, dropout, options
     )
     if module.is_initializing():
         return q_BTNH
-    rows_B = info.cache.rows_B
-    if info.cache.access != "read":
+    rows_B = call.cache.rows_B
+    if call.cache.access != "read":
         store = _kept_apart if "newest_key" in slots else _stored
         before = {name: variable.value for name, variable in slots.items()}
-        positions_BT = info.tokens.full(len(k_BTKH)).positions_BT
+        positions_BT = call.for_rows(len(k_BTKH)).positions_BT
         for name, value in store(before, k_BTKH, v_BTKH, positions_BT, rows_B).items():
             slots[name].value = value
-    if info.cache.access == "write":
+    if call.cache.access == "write":
         return None
     key, value, position_BS, used, *newest = (variable.value for variable in slots.values())
     probs_fn = None
     if dropout is not None:
         seen_BS = position_BS if rows_B is None else position_BS.at[rows_B].get(mode="clip")
-        probs_fn = dropout.probs_fn(info, seen_BS)
+        probs_fn = dropout.probs_fn(call, seen_BS)
     return attend_cache(
         q_BTNH,
         key,
         value,
-        info.tokens.full(len(q_BTNH)).positions_BT,
+        call.for_rows(len(q_BTNH)).positions_BT,
         position_BS,
         used=jnp.max(used),
         newest=tuple(newest[:3]) or None,
@@ -339,7 +339,7 @@ ALL_GROUPS = 1  # number of what the tokens of every group see; groups come afte
 
 
 def attend_group(
-    module, q_BTNH, k_BSKH, v_BSKH, info, k_info, dropout, *, scale, window=0, softcap=0.0
+    module, q_BTNH, k_BSKH, v_BSKH, call, k_call, dropout, *, scale, window=0, softcap=0.0
 ):
     """Attention of new tokens over those of their own group, of which the cache holds the last.
 
@@ -348,16 +348,16 @@ def attend_group(
     own). The new tokens may belong to several groups: they also see each other.
 
     Args:
-      info, k_info: positions_BT places in a group, negative for padding; segment_ids_BT numbers of
+      call, k_call: positions_BT places in a group, negative for padding; segment_ids_BT numbers of
         groups; cache.size places in a group. Of the queries, and of the keys and values.
       dropout: as in `attend_cached`. scale, window, softcap: as in `attend.attend`.
     Returns: [B, T, N, H].
     """
     rows, _, heads, width = k_BSKH.shape
-    size, dtype = k_info.cache.size, module.dtype
+    size, dtype = k_call.cache.size, module.dtype
     caches = variables(
         module,
-        info.cache.tag,
+        call.cache.tag,
         cached_key=lambda: jnp.zeros((rows, size, heads, width), dtype),
         cached_value=lambda: jnp.zeros((rows, size, heads, width), dtype),
         position=lambda: jnp.full((rows, size), -1, jnp.int32),
@@ -365,22 +365,22 @@ def attend_group(
     ).values()
     if module.is_initializing():
         return q_BTNH
-    new = (k_BSKH, v_BSKH, k_info.tokens.positions_BT, k_info.tokens.segment_ids_BT)
+    new = (k_BSKH, v_BSKH, k_call.positions_BT, k_call.segment_ids_BT)
     new = [(kept, y.astype(kept.value.dtype)) for kept, y in zip(caches, new, strict=True)]
     all_k, all_v, place_BS, group_BS = (jnp.concatenate([kept.value, y], axis=1) for kept, y in new)
-    place_BT1 = info.tokens.positions_BT[:, :, None]
-    group_BT1 = info.tokens.segment_ids_BT[:, :, None]
+    place_BT1 = call.positions_BT[:, :, None]
+    group_BT1 = call.segment_ids_BT[:, :, None]
     place_B1S, group_B1S = place_BS[:, None], group_BS[:, None]
     own_BTS = (group_B1S == group_BT1) | (group_B1S == ALL_GROUPS)
     allowed_BTS = own_BTS & (place_B1S >= 0) & (place_B1S <= place_BT1)
     if window:
         allowed_BTS = allowed_BTS & (place_BT1 - place_B1S < window)
-    probs_fn = None if dropout is None else dropout.probs_fn(info, place_BS)
+    probs_fn = None if dropout is None else dropout.probs_fn(call, place_BS)
     out_BTNH = attend_pairs(
         q_BTNH, all_k, all_v, allowed_BTS, scale=scale, softcap=softcap, probs_fn=probs_fn
     )
     # Of the groups that come in one call only the last may go on.
-    place_BS, group_BS = k_info.tokens.positions_BT, k_info.tokens.segment_ids_BT
+    place_BS, group_BS = k_call.positions_BT, k_call.segment_ids_BT
     kept_BS = (place_BS >= 0) & (group_BS == jnp.max(group_BS, axis=1, keepdims=True))
     slot_BS = apart(jnp.where(kept_BS, place_BS, size), size)
     row_B1 = jnp.arange(rows)[:, None]

@@ -57,8 +57,8 @@ class MLP(nn.Module):
     dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, x_BTD, info=None):
-        """[B, T, D]. `info` is not used: every token is treated alike."""
+    def __call__(self, x_BTD, call=None):
+        """[B, T, D]. `call` is not used: every token is treated alike."""
 
         def inward(name):
             return Linear(

@@ -49,20 +49,20 @@ class Choice:
     positions_BT: Any
 
 
-def asked(module):
+def choices_requested(module):
     """Whether choices of this module are wanted, so that they are worth computing."""
     return module.is_mutable_collection(CHOICES) and not module.is_initializing()
 
 
-def sow_choice(module, name, value, info):
+def sow_choice(module, name, value, call):
     """Reports a `Choice`, if that is asked for.
 
     Args:
-      value: [B, T, ...]. info: `CallInfo` of these tokens; None: they lie as in the sequence.
+      value: [B, T, ...]. call: `Call` of these tokens; None: they lie as in the sequence.
     """
-    if not asked(module):
+    if not choices_requested(module):
         return
     rows, length = value.shape[:2]
-    positions_BT = jnp.arange(length)[None] if info is None else info.tokens.positions_BT
+    positions_BT = jnp.arange(length)[None] if call is None else call.positions_BT
     positions_BT = jnp.broadcast_to(positions_BT, (rows, length))
     module.sow(CHOICES, name, Choice(value, positions_BT))

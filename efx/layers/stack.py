@@ -11,13 +11,13 @@ from flax import linen as nn
 
 from efx import sharding
 from efx.errors import UsageError
-from efx.layers import attention_kernels, linear
-from efx.layers.blocks import Block, SkipMLP
+from efx.layers import kernels, linear
+from efx.layers.block import Block, SkipMLP
 from efx.layers.config import BlockConfig, DenseFormerConfig, DepthRoutingConfig
 from efx.layers.dense_former import Averages
-from efx.layers.routing import quantiles
-from efx.layers.routing.depth import DepthRouted
-from efx.layers.routing.soft_experts import SoftBlock
+from efx.layers.soft_experts import SoftBlock
+from efx.routing import quantiles
+from efx.routing.mod import DepthRouted
 from efx.sharding import constrain
 
 
@@ -34,7 +34,7 @@ REMAT_POLICIES = {
         jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
         linear.is_projection,
         sharding.is_exchanged,
-        attention_kernels.keeps,
+        kernels.keeps,
     ),
 }
 
@@ -51,12 +51,12 @@ class LayerSpec:
 
     @property
     def module(self):
-        """The module of a layer, made from its spec: (state, info) -> state."""
+        """The module of a layer, made from its spec: (state, call) -> state."""
         return Layer
 
     @property
     def make_block(self):
-        """Constructor of its block, a module (x, info, context=None) -> increment."""
+        """Constructor of its block, a module (x, call, context=None) -> increment."""
         return partial(Block if self.block.soft is None else SoftBlock, self.block)
 
     @property
@@ -172,12 +172,12 @@ class Layer(nn.Module):
         # A routed layer has a dense layer's parameters at the same paths, plus its router.
         nn.share_scope(self, self.inner)
 
-    def __call__(self, x_BTD, info, context=None):
+    def __call__(self, x_BTD, call, context=None):
         """`context`: of a layer that is not routed itself, as in `Block`."""
         if self.spec.routing is not None:
-            x_BTD = self.inner(x_BTD, info)
+            x_BTD = self.inner(x_BTD, call)
         else:
-            delta_BTD = self.inner(x_BTD, info, context)
+            delta_BTD = self.inner(x_BTD, call, context)
             if delta_BTD is None:  # it only writes keys and values
                 return x_BTD
             x_BTD = x_BTD + delta_BTD
@@ -197,10 +197,10 @@ class _Unit(nn.Module):
     remat: str
 
     @nn.compact
-    def __call__(self, x_BTD, info):
+    def __call__(self, x_BTD, call):
         for i, spec in enumerate(self.specs):
             layer = _layer_class(spec, self.remat, scanned=True)(spec, name=f"block_{i}")
-            x_BTD = layer(x_BTD, info)
+            x_BTD = layer(x_BTD, call)
         return x_BTD, None
 
 
@@ -227,7 +227,7 @@ class Stack(nn.Module):
     averages: DenseFormerConfig | None = None
 
     @nn.compact
-    def __call__(self, x_BTD, info, before=None):
+    def __call__(self, x_BTD, call, before=None):
         """The state after all layers. `before` = {number of a layer: function that the state passes
         on its way there}; a scan has no place for these either."""
         if self.scan:
@@ -250,15 +250,15 @@ class Stack(nn.Module):
                 split_rngs={"params": True, "dropout": True, "routing": True},
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )
-            x_BTD, _ = scanned(self.specs[:size], self.remat, name="units")(x_BTD, info)
+            x_BTD, _ = scanned(self.specs[:size], self.remat, name="units")(x_BTD, call)
             return x_BTD
-        shared, alive_BT, average = None, None, Averages(self.averages)
+        shared, selectable_BT, average = None, None, Averages(self.averages)
         for i, (name, spec) in enumerate(zip(names(self.specs), self.specs, strict=True)):
             if before and i in before:
                 x_BTD = before[i](x_BTD)
             if not isinstance(spec, RecursionStep):
                 layer = _layer_class(spec, self.remat, scanned=False)(spec, name=name)
-                x_BTD = average(i + 1, spec.stream, x_BTD, layer(x_BTD, info))
+                x_BTD = average(i + 1, spec.stream, x_BTD, layer(x_BTD, call))
                 continue
             if shared is None:
                 inner = map(LayerSpec, spec.blocks)
@@ -268,16 +268,16 @@ class Stack(nn.Module):
                         for i, s in enumerate(inner, 1)
                     )
                 )
-            choosing = info.with_tokens(alive_BT=alive_BT)
-            y_BTD, alive_BT = self._step(spec, shared, x_BTD, choosing)
+            choosing = call.replace(selectable_BT=selectable_BT)
+            y_BTD, selectable_BT = self._step(spec, shared, x_BTD, choosing)
             x_BTD = average(i + 1, spec.stream, x_BTD, y_BTD)
         return x_BTD
 
-    def _step(self, spec, shared, x_BTD, info):
+    def _step(self, spec, shared, x_BTD, call):
         """(x, the tokens that the next step chooses from, or None: all)."""
-        info = info.with_cache(tag=spec.name)
+        call = call.with_cache(tag=spec.name)
         if spec.routing is None:
-            return shared.through(x_BTD, info), None
+            return shared.through(x_BTD, call), None
         routed = DepthRouted(
             None,
             spec.routing,
@@ -287,8 +287,8 @@ class Stack(nn.Module):
             survivors=spec.survivors,
             name=spec.name,
         )
-        x_BTD, alive_BT = routed.route(x_BTD, info)
-        return constrain(x_BTD, "batch", "length", "act_embed"), alive_BT
+        x_BTD, selectable_BT = routed.route(x_BTD, call)
+        return constrain(x_BTD, "batch", "length", "act_embed"), selectable_BT
 
 
 class SharedStack(nn.Module):
@@ -302,20 +302,20 @@ class SharedStack(nn.Module):
     def config(self):
         return self.layers[0].spec.block
 
-    def through(self, x_BTD, info, context=None):
+    def through(self, x_BTD, call, context=None):
         for layer in self.layers:
-            x_BTD = layer(x_BTD, info, context)
+            x_BTD = layer(x_BTD, call, context)
             if context is not None:
                 # What the next layer attends to: of the tokens that are computed their new states,
                 # of the others what they were.
-                all_BSD, all_info, plan = context
-                context = plan.put(all_BSD, x_BTD), all_info, plan
+                all_BSD, all_call, plan = context
+                context = plan.put(all_BSD, x_BTD), all_call, plan
         return x_BTD
 
-    def __call__(self, x_BTD, info, context=None):
-        """The increment of all of them together. `context` = (tokens [B, S, D], their info, the
+    def __call__(self, x_BTD, call, context=None):
+        """The increment of all of them together. `context` = (tokens [B, S, D], their call, the
         plan by which x was taken from them): each layer attends over these instead of over x."""
-        return self.through(x_BTD, info, context) - x_BTD
+        return self.through(x_BTD, call, context) - x_BTD
 
 
 def _layer_class(spec, remat, scanned):

@@ -123,7 +123,7 @@ class Model(Protocol):
 
         Args:
           path: of the module in the unrolled model.
-          positions_RS: of the places, as the module's `CallInfo` has them for one sequence of so
+          positions_RS: of the places, as the module's `Call` has them for one sequence of so
             many tokens; negative: nothing is there.
         """
 

@@ -4,13 +4,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import flops
-from efx.layers import costs, norms, stack_specs
+from efx.layers import costs, learned_dropout, norms, stack_specs
 from efx.layers.linear import Embedding, broadcast
-from efx.layers.mask_dropout import modules as learned_dropout
-from efx.layers.parametrisation import deviations
-from efx.layers.routing.controls import make_token_types
+from efx.layers.mup import deviations
 from efx.layers.stack import Stack
 from efx.models.language_model import LanguageModel
+from efx.routing.controls import make_token_types
 from efx.sharding import constrain
 
 
@@ -50,20 +49,20 @@ class Decoder(LanguageModel):
             self.check_context(cache_size if decode else tokens_BT.shape[1])
         if positions_BT is None:
             positions_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
-        info = self.call_info(positions_BT, segment_ids_BT, train, decode, cache_size)
-        info = info.with_cache(first=decode == "first")
+        call = self.make_call(positions_BT, segment_ids_BT, train, decode, cache_size)
+        call = call.with_cache(first=decode == "first")
         x_BTD = self.embed(tokens_BT)
         if self.positions_embed is not None:
             place_BTD = self.positions_embed(jnp.maximum(positions_BT, 0))
             x_BTD = x_BTD + broadcast(place_BTD, x_BTD.shape)
         if self.token_types is not None:
-            info = info.with_tokens(types=self.token_types(tokens_BT, info))
+            call = call.replace(token_places=self.token_types(tokens_BT, call))
         if self.mask_input is not None:
-            info = info.with_tokens(mask_input_BTD=self.mask_input(x_BTD, info))
+            call = call.replace(mask_input_BTD=self.mask_input(x_BTD, call))
         if self.dropout_embedding is not None:
-            x_BTD = self.dropout_embedding(x_BTD, info)
+            x_BTD = self.dropout_embedding(x_BTD, call)
         x_BTD = constrain(x_BTD, "batch", "length", "act_embed")
-        return self.norm_final(self.layers(x_BTD, info))
+        return self.norm_final(self.layers(x_BTD, call))
 
     @property
     def logit_scale(self):

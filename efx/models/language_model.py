@@ -10,7 +10,7 @@ from flax import linen as nn
 from efx import flops
 from efx.errors import UsageError
 from efx.layers import attend
-from efx.layers.info import CacheView, CallInfo, Mode, Tokens
+from efx.layers.call import CacheView, Call
 from efx.layers.linear import Embedding, Linear
 from efx.layers.stack import by_path
 from efx.models.contract import Stage
@@ -60,15 +60,17 @@ class LanguageModel(nn.Module):
         return self.logits(x_BTD)[..., : self.vocab_size]
 
     @nn.nowrap
-    def call_info(self, positions_BT, segment_ids_BT, train, decode, cache_size):
+    def make_call(self, positions_BT, segment_ids_BT, train, decode, cache_size):
         """What the layers are told of a call, with `selection` made out."""
         selection = self.selection
         if selection == "auto":
             selection = "train" if train else "causal"
-        return CallInfo(
-            Tokens(positions_BT, segment_ids_BT),
-            Mode(train=train, selection=selection),
-            CacheView(cache_size) if decode else None,
+        return Call(
+            positions_BT,
+            segment_ids_BT,
+            cache=CacheView(cache_size) if decode else None,
+            train=train,
+            selection=selection,
         )
 
     @nn.nowrap

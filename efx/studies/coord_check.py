@@ -114,7 +114,7 @@ def growth(values):
 
 
 def markdown(table, args):
-    """The table: a row for each module, a column for each width and parametrisation."""
+    """The table: a row for each module, a column for each width and mup."""
     head = [f"{name} {width}" for name in table for width in args.widths]
     titles = ["mean of absolute values", *head, *(f"{name}: last / first" for name in table)]
     rows = []

@@ -14,8 +14,9 @@ import pytest
 from flax import linen as nn
 
 from efx import flops, means, models
-from efx.layers import attend, blocks, stack
-from efx.layers.routing import plans
+from efx.layers import attend, stack
+from efx.layers.block import Block
+from efx.routing import plans
 
 CONTEXT = 24
 LENGTHS = np.array([24, 17, 6, 1])  # tokens of the rows of a batch
@@ -202,11 +203,11 @@ def test_experts_serve_or_drop_every_choice():
     for length_B, size in ((np.array([CONTEXT]), 1), (LENGTHS, 5)):
         cache = decoded("moe", size, length_B)
         spec, dropped = build("moe")[0].specs()[0], 0
-        for block in cache["layers"].values():
-            assert block["mlp"]["taken"].max() <= spec.block.moe.slots(CONTEXT, "causal")
-            served_B = np.asarray(block["mlp"]["taken"]).sum(axis=1)
-            np.testing.assert_array_equal(served_B + block["mlp"]["dropped"], 2 * length_B)
-            dropped += np.sum(block["mlp"]["dropped"])
+        for layer in cache["layers"].values():
+            assert layer["mlp"]["taken"].max() <= spec.block.moe.slots(CONTEXT, "causal")
+            served_B = np.asarray(layer["mlp"]["taken"]).sum(axis=1)
+            np.testing.assert_array_equal(served_B + layer["mlp"]["dropped"], 2 * length_B)
+            dropped += np.sum(layer["mlp"]["dropped"])
         assert dropped > 0
 
 
@@ -257,7 +258,7 @@ def counting_decoder(name):
     ran = []
 
     def count(next_function, arguments, keywords, context):
-        if isinstance(context.module, blocks.Block) and context.method_name == "__call__":
+        if isinstance(context.module, Block) and context.method_name == "__call__":
             name, rows = context.module.path[-1], arguments[0].shape[0]
             jax.debug.callback(lambda: ran.append((name, rows)))
         return next_function(*arguments, **keywords)

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from families import FAMILIES, LENGTH
 
-from efx.layers.info import CallInfo, Tokens
-from efx.layers.routing import plans
+from efx.layers.call import Call
+from efx.routing import plans
 
 MOD = {"depth_routing.kind": "mod"}  # as a config has it: capacity 0.125, slack 2
 MODELS = {
@@ -83,19 +83,19 @@ def test_a_document_changes_no_bit_of_the_next_through_a_bridge():
 
 def info_of(segments_BT):
     segments_BT = np.int32(segments_BT)
-    return CallInfo(Tokens(np.arange(segments_BT.shape[1])[None], segments_BT))
+    return Call(np.arange(segments_BT.shape[1])[None], segments_BT)
 
 
 def test_slots_of_documents_by_hand():
-    info = info_of([[1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3], [4, 4, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0]])
+    call = info_of([[1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3], [4, 4, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0]])
     all_BT = np.ones((2, 12), bool)
     late_BT = np.array([[0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 0, 1]] * 2, bool)
     scores_BT = np.tile(np.arange(12, dtype=np.float32), (2, 1))
 
     @families.jit
-    def run(info, all_BT, late_BT, scores_BT):
-        budget = plans.Budget(0.5, 12, info.tokens.documents())
-        valid_BT = info.tokens.segment_ids_BT > 0
+    def run(call, all_BT, late_BT, scores_BT):
+        budget = plans.Budget(0.5, 12, call.documents())
+        valid_BT = call.segment_ids_BT > 0
         best = budget.top(scores_BT, valid_BT)
         # An unsorted plan is gathered and scattered like any other.
         back_BT = plans.scatter_add(jnp.zeros((2, 12)), plans.gather(scores_BT + 1, best), best)
@@ -108,7 +108,7 @@ def test_slots_of_documents_by_hand():
         )
 
     whole, late, fits_BT, best, (back_BT, selected_BT) = jax.device_get(
-        run(info, all_BT, late_BT, scores_BT)
+        run(call, all_BT, late_BT, scores_BT)
     )
     # Three, two and one; the slots of the padding are those of the document before it.
     np.testing.assert_array_equal(whole.indices_BC, [[0, 1, 2, 6, 7, 10], [0, 1, 2, 3, 4, 5]])
@@ -129,8 +129,8 @@ def test_slots_inside_of_slots_by_hand():
 
     @families.jit
     def run(outer, selected_BT):
-        budget = plans.Budget(0.5, 16, outer.tokens.documents())
-        inner = budget.first(selected_BT).info(outer.full(2), budget).tokens
+        budget = plans.Budget(0.5, 16, outer.documents())
+        inner = budget.first(selected_BT).call(outer.for_rows(2), budget).tokens
         return inner, plans.Budget(0.5, 8, inner.documents()).first(inner.segment_ids_BT > 0)
 
     selected_BT = np.zeros((2, 16), bool)

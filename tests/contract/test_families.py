@@ -23,8 +23,8 @@ from efx import flops, models, settings, sharding
 from efx.layers import attend
 from efx.layers.attention import Attention
 from efx.layers.mlp import MLP
-from efx.layers.routing.moe import MoE
-from efx.layers.routing.soft_experts import SoftMLP
+from efx.layers.moe import MoE
+from efx.layers.soft_experts import SoftMLP
 from efx.layers.stack import Layer, period, scan_params
 
 every_family = pytest.mark.parametrize("name", families.rows(HELD))

@@ -12,7 +12,7 @@ import pytest
 from flax import linen as nn
 
 from efx import flops, models, sharding
-from efx.layers import attention_kernels
+from efx.layers import kernels
 
 # ---- counting ----------------------------------------------------------------------------------
 
@@ -99,8 +99,8 @@ def test_a_count_does_not_depend_on_the_kernel_of_attention(monkeypatch):
     """A kernel's products are not in the program as such, which on accelerators "auto" takes."""
     monkeypatch.setattr(sharding, "platform", lambda: "tpu")
     changes = {"depth": 1, "width": 128, "attention.num_heads": 2}
-    case = attention_kernels.Case(128, 2, 2, 64, jnp.bfloat16)
-    assert attention_kernels.choose("auto", case) is attention_kernels.KERNELS["splash"]
+    case = kernels.Case(128, 2, 2, 64, jnp.bfloat16)
+    assert kernels.choose("auto", case) is kernels.KERNELS["splash"]
     model, plain = (
         families.make(changes | {"attention.kernel": kernel}, "bfloat16", context=128)
         for kernel in ("auto", "xla")

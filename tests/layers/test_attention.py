@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from efx import flops, sharding
 from efx.layers import attend, kv_cache
 from efx.layers.attention import Attention
+from efx.layers.call import CacheView, Call
 from efx.layers.config import AttentionConfig, RopeScalingConfig
 from efx.layers.dropout import ProbsFn, StandardDropout
-from efx.layers.info import CacheView, CallInfo, Mode, Tokens
 from efx.layers.linear import Embedding
 from efx.layers.positions import rope
 
@@ -144,7 +144,7 @@ def test_visible_keys_are_an_interval(seed, window, packed, routed):
     """From the first visible key to the query, in packed rows and routed subsequences."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 9, 4) if packed else [20]
-    segments = np.concatenate([np.full(n, i + 1) for i, n in enumerate(lengths)])
+    segments = np.concatenate([np.for_rows(n, i + 1) for i, n in enumerate(lengths)])
     positions = np.concatenate([np.arange(n) for n in lengths])
     padding = 36 - sum(lengths) if packed else 0  # few lengths in all, to be compiled once
     segments = np.append(segments, np.zeros(padding, int))
@@ -270,14 +270,14 @@ def test_memory_of_changed_probabilities_is_linear():
     def temporaries(length):
         layer = layer_with_dropout(chunk=length)  # one loop over blocks
         x_BTD = jax.ShapeDtypeStruct((1, length, 8), np.float32)
-        info = CallInfo(Tokens(np.arange(length)[None])).replace(mode=Mode(train=True))
+        call = Call(np.arange(length)[None]).replace(train=True)
         key = jax.random.key(0)
         variables = jax.eval_shape(
-            lambda x: layer.init(dict(params=key, dropout=key), x, info), x_BTD
+            lambda x: layer.init(dict(params=key, dropout=key), x, call), x_BTD
         )
 
         def loss(variables, x_BTD):
-            return layer.apply(variables, x_BTD, info, rngs={"dropout": key}).sum()
+            return layer.apply(variables, x_BTD, call, rngs={"dropout": key}).sum()
 
         compiled = families.jit(jax.grad(loss)).lower(variables, x_BTD).compile()
         return compiled.memory_analysis().temp_size_in_bytes
@@ -289,14 +289,14 @@ def test_memory_of_changed_probabilities_is_linear():
 def test_dropout_drops_and_scales_probabilities_in_training_alone():
     layer = layer_with_dropout()
     x_BTD = np.float32(np.random.default_rng(0).normal(size=(200, 1, 8)))
-    info = CallInfo(Tokens(np.zeros((1, 1), int)))
-    variables = families.jit(layer.init)(jax.random.key(0), x_BTD, info)
+    call = Call(np.zeros((1, 1), int))
+    variables = families.jit(layer.init)(jax.random.key(0), x_BTD, call)
 
     @families.jit
     def apply(key):
-        training = info.replace(mode=Mode(train=True))
+        training = call.replace(train=True)
         return (
-            layer.apply(variables, x_BTD, info),
+            layer.apply(variables, x_BTD, call),
             layer.apply(variables, x_BTD, training, rngs={"dropout": key}),
         )
 
@@ -311,7 +311,7 @@ def test_dropout_drops_and_scales_probabilities_in_training_alone():
 
 def test_every_block_of_queries_drops_by_itself():
     probs_BKGTS = np.ones((1, 1, 1, 16, 16), np.float32)
-    training = CallInfo(Tokens(np.zeros((1, 1), int)), Mode(train=True))
+    training = Call(np.zeros((1, 1), int), train=True)
 
     @families.jit
     def dropped(key, q_start):
@@ -337,16 +337,16 @@ def test_decoding_in_pieces_equals_the_full_pass(platform, monkeypatch):
     )
     layer = Attention(config, 0.5, 0.5, 1e-5, None, jnp.float32, width=8)
     x_BTD = np.random.default_rng(0).normal(size=(rows, length, 8)).astype(np.float32)
-    everything = CallInfo(Tokens(np.arange(length)[None]))
+    everything = Call(np.arange(length)[None])
     params = {"params": families.jit(layer.init)(jax.random.key(0), x_BTD, everything)["params"]}
     expected_BTD = np.asarray(families.jit(layer.apply)(params, x_BTD, everything))
     monkeypatch.setattr(sharding, "platform", lambda: platform)
 
     @families.jit
     def call(cache, x_BTD, positions_BT, rows_B):
-        info = CallInfo(Tokens(positions_BT), cache=CacheView(size, rows_B=rows_B))
+        call = Call(positions_BT, cache=CacheView(size, rows_B=rows_B))
         variables = params if cache is None else params | {"cache": cache}
-        return layer.apply(variables, x_BTD, info, mutable=["cache"])
+        return layer.apply(variables, x_BTD, call, mutable=["cache"])
 
     done_B = np.zeros(rows, int)
 
@@ -366,11 +366,11 @@ def test_decoding_in_pieces_equals_the_full_pass(platform, monkeypatch):
 
     cache = jax.eval_shape(
         lambda: layer.init(jax.random.key(0), x_BTD[:, :1], everything.replace(
-            tokens=Tokens(np.zeros((1, 1), np.int32)), cache=CacheView(size)
+            positions_BT=np.zeros((1, 1), np.int32), cache=CacheView(size)
         ))["cache"]
     )  # fmt: skip
     cache = {
-        name: np.full(leaf.shape, -1 if name == "position" else 0, leaf.dtype)
+        name: np.for_rows(leaf.shape, -1 if name == "position" else 0, leaf.dtype)
         for name, leaf in cache.items()
     }
     if platform == "cpu":

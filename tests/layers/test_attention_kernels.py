@@ -10,8 +10,8 @@ import pytest
 from refusals import refused
 
 from efx import sharding
-from efx.layers import attend, attention_kernels
-from efx.layers.attention_kernels import KERNELS, Case
+from efx.layers import attend, kernels
+from efx.layers.kernels import KERNELS, Case
 from efx.layers.stack import REMAT_POLICIES
 
 SEGMENTS = np.repeat([[1, 2, 0], [1, 1, 2]], [90, 80, 30], axis=1)
@@ -106,13 +106,13 @@ def test_keys_and_values_are_sharded_as_queries_for_cudnn(monkeypatch):
 @pytest.mark.parametrize("name", ["splash", "cudnn"])
 def test_remat_does_not_run_a_kernel_again(name):
     """Policies that keep the results of products keep those of kernels."""
-    if name == "cudnn" and (reason := attention_kernels._without_cudnn()):
+    if name == "cudnn" and (reason := kernels._without_cudnn()):
         pytest.skip(reason)
     x = jnp.ones((4, 256, 4, 64), jnp.bfloat16)
     case = Case(256, 4, 4, 64, x.dtype)
     interpreted = {} if name == "cudnn" else {"interpret": True}
 
-    def kernels(remat):
+    def kernels_in(remat):
         def value(x):
             y = 2 * jnp.sin(x)
             return jnp.sum(KERNELS[name].run(case, y, y, y, None, 0.2, **interpreted) ** 2)
@@ -123,7 +123,7 @@ def test_remat_does_not_run_a_kernel_again(name):
             jaxpr = jax.make_jaxpr(jax.grad(value))(x)
         return len(re.findall(r"\b(pallas_call|dot_product_attention_\w+)\[", str(jaxpr)))
 
-    assert 2 <= kernels("none") == kernels("dots") == kernels("full") - 1
+    assert 2 <= kernels_in("none") == kernels_in("dots") == kernels_in("full") - 1
 
 
 @pytest.fixture
@@ -142,11 +142,11 @@ def devices_of(monkeypatch):
 
         device = types.SimpleNamespace(compute_capability=capability)
         monkeypatch.setattr(sharding, "platform", lambda: platform)
-        monkeypatch.setattr(attention_kernels, "get_default_device", lambda: device)
+        monkeypatch.setattr(kernels, "get_default_device", lambda: device)
         monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
         return searches
 
-    caches = attention_kernels._without_cudnn, attention_kernels._say_why
+    caches = kernels._without_cudnn, kernels._say_why
     for cache in caches:
         cache.cache_clear()
     yield select
@@ -181,44 +181,42 @@ def test_auto_takes_the_kernel_of_the_platform_where_it_can(
     """Otherwise plain XLA, and naming the kernel is refused. run.json has the reason."""
     name = {"tpu": "splash", "gpu": "cudnn"}[platform]
     devices_of(platform, capability)
-    with attention_kernels.taken() as choices:
-        chosen = attention_kernels.choose("auto", case)
-    (record,) = attention_kernels.as_records(choices)
+    with kernels.taken() as choices:
+        chosen = kernels.choose("auto", case)
+    (record,) = kernels.as_records(choices)
     if taken:
-        assert chosen == KERNELS[name] == attention_kernels.choose(name, case)
+        assert chosen == KERNELS[name] == kernels.choose(name, case)
         assert record == {"setting": "auto", "kernel": name, "refused": {}}
     else:
         assert chosen is None
         assert record["kernel"] == "xla" and list(record["refused"]) == [name]
-        refused(
-            lambda: attention_kernels.choose(name, case), f"config.model.attention.kernel={name!r}"
-        )
+        refused(lambda: kernels.choose(name, case), f"config.model.attention.kernel={name!r}")
 
 
 def test_xla_is_taken_on_a_cpu_and_where_it_is_set(devices_of):
-    assert attention_kernels.choose("auto", HALF) is None
-    refused(lambda: attention_kernels.choose("splash", HALF), "splash", "tpu", "cpu")
+    assert kernels.choose("auto", HALF) is None
+    refused(lambda: kernels.choose("splash", HALF), "splash", "tpu", "cpu")
     devices_of("tpu")
-    assert attention_kernels.choose("xla", HALF) is None
+    assert kernels.choose("xla", HALF) is None
 
 
 def test_a_missing_cudnn_is_looked_for_and_reported_once(devices_of, caplog):
     searches = devices_of("gpu", has_cudnn=False)
     for _ in range(3):
-        assert attention_kernels.choose("auto", HALF) is None
+        assert kernels.choose("auto", HALF) is None
     assert searches == ["cudnn"]
     (record,) = caplog.records
     assert "cuDNN not found" in record.getMessage()
-    refused(lambda: attention_kernels.choose("cudnn", HALF), "kernel='cudnn'", "cuDNN not found")
+    refused(lambda: kernels.choose("cudnn", HALF), "kernel='cudnn'", "cuDNN not found")
 
 
 def test_heads_that_do_not_divide_over_the_devices_are_in_plain_xla(devices_of):
     devices_of("gpu")
     case = HALF._replace(num_heads=6, num_kv_heads=6)
     with sharding.use(sharding.make_mesh(SHARDED), sharding.DEFAULT_RULES):
-        assert attention_kernels.choose("auto", HALF._replace(num_heads=8)) == KERNELS["cudnn"]
-        assert attention_kernels.choose("auto", case) is None
-        refused(lambda: attention_kernels.choose("cudnn", case), "kernel='cudnn'")
+        assert kernels.choose("auto", HALF._replace(num_heads=8)) == KERNELS["cudnn"]
+        assert kernels.choose("auto", case) is None
+        refused(lambda: kernels.choose("cudnn", case), "kernel='cudnn'")
 
 
 def test_the_platform_is_that_of_the_mesh_of_the_trace(monkeypatch):

@@ -13,9 +13,9 @@ from refusals import refused
 from efx import models, sample, sharding
 from efx.configs import common
 from efx.evaluate import Evaluator, describe
-from efx.layers.info import CallInfo, Mode, Tokens
-from efx.layers.routing import controls, plans
+from efx.layers.call import Call
 from efx.layers.stack import Layer
+from efx.routing import controls, plans
 from efx.step import evaluation_keys
 
 CHANGES = {
@@ -195,7 +195,7 @@ def test_decoding_computes_the_places_of_a_whole_pass(changes):
 
 @pytest.mark.parametrize("capacity", [0.3, 4095 / 4096])
 def test_fixed_places_are_as_many_as_the_capacity_of_a_document_of_any_length(capacity):
-    tokens = Tokens(np.arange(300)[None])
+    tokens = Call(np.arange(300)[None])
     count_T = np.cumsum(controls.position(tokens, None, capacity)[0])
     allowed_T = np.array([plans.share(capacity, n) for n in range(1, 301)])
     assert np.all(count_T <= allowed_T) and np.all(count_T >= allowed_T - 1)
@@ -203,7 +203,7 @@ def test_fixed_places_are_as_many_as_the_capacity_of_a_document_of_any_length(ca
     a, b = fractions.Fraction(capacity).limit_denominator(4096).as_integer_ratio()
     positions_T = np.arange(2**31 - 9_000, 2**31 - 5_000)
     interval_T = (a * positions_T + a - 1) // b
-    far = Tokens(jnp.asarray(positions_T[None], jnp.int32))
+    far = Call(jnp.asarray(positions_T[None], jnp.int32))
     expected_T = b * interval_T // a == positions_T
     np.testing.assert_array_equal(controls.position(far, None, capacity)[0], expected_T)
 
@@ -220,7 +220,7 @@ def test_fixed_places_are_a_function_of_position():
 
 
 def test_evenly_spaced_places_are_the_first_of_their_intervals():
-    tokens = Tokens(np.arange(16)[None])
+    tokens = Call(np.arange(16)[None])
     chosen = {
         capacity: np.flatnonzero(controls.position(tokens, None, capacity)).tolist()
         for capacity in (1e-30, 0.125, 0.375, 1.0)
@@ -245,13 +245,13 @@ def token_types():
 
 
 def types_of(tokens_BT, segment_ids_BT=None, train=False, state=None):
-    """(`info.Types` of the tokens, the state afterwards)."""
+    """(`call.Types` of the tokens, the state afterwards)."""
     positions_BT = np.broadcast_to(np.arange(tokens_BT.shape[1]), tokens_BT.shape)
-    info = CallInfo(Tokens(positions_BT, segment_ids_BT), Mode(train=train))
+    call = Call(positions_BT, segment_ids_BT, train=train)
     init, apply = token_types()
     if state is None:
-        state = init(jax.random.key(0), tokens_BT, info)["state"]
-    types, after = jax.device_get(apply({"state": state}, tokens_BT, info))
+        state = init(jax.random.key(0), tokens_BT, call)["state"]
+    types, after = jax.device_get(apply({"state": state}, tokens_BT, call))
     return types, after["state"]
 
 
@@ -289,7 +289,7 @@ def test_types_share_the_line_by_how_frequent_they_are():
     # Of a long text as many are chosen as the capacity says, of the types that it reaches to.
     text_BT = np.random.default_rng(1).choice(6, (1, 20_000), p=SHARES)
     types, _ = types_of(text_BT, state=state)
-    tokens = Tokens(np.arange(20_000)[None], types=types)
+    tokens = Call(np.arange(20_000)[None], token_places=types)
     choose = families.jit(controls.token_hash)
     chosen = np.concatenate([choose(tokens, seed, 0.25) for seed in (0, 1500, 3000)])
     np.testing.assert_allclose(chosen.mean(1), 0.25, atol=0.02)
@@ -302,7 +302,7 @@ def test_types_share_the_line_by_how_frequent_they_are():
 
 def test_blocks_choose_types_by_their_seeds_and_the_counts_of_training():
     (model, variables), tokens_BT = control("token_hash"), families.tokens(batch=2)
-    even_V = np.full(families.VOCAB, 1 / families.VOCAB)
+    even_V = np.for_rows(families.VOCAB, 1 / families.VOCAB)
 
     def chosen(seeds, share_V):
         layers = {f"block_{i}": {"seed": np.int32(seed)} for i, seed in enumerate(seeds)}

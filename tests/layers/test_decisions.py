@@ -24,8 +24,8 @@ from test_routing import (
 )
 
 from efx import sharding
-from efx.layers.info import CallInfo, Mode, Tokens
-from efx.layers.routing import decisions, plans, quantiles
+from efx.layers.call import Call
+from efx.routing import decisions, plans, quantiles
 
 
 def sigmoid(x):
@@ -115,8 +115,8 @@ def test_quantiles_of_layers_that_are_moved_together_are_those_of_each():
 
 
 def by_document(fraction, segments_BT):
-    info = CallInfo(Tokens(jnp.arange(segments_BT.shape[1])[None], segments_BT))
-    return plans.Budget(fraction, segments_BT.shape[1], info.tokens.documents())
+    call = Call(jnp.arange(segments_BT.shape[1])[None], segments_BT)
+    return plans.Budget(fraction, segments_BT.shape[1], call.documents())
 
 
 def test_documents_of_a_row_share_its_slots_to_the_last():
@@ -191,14 +191,14 @@ def test_predictor_computes_in_float32_on_accelerators_too():
 
 def test_predictor_loss_trains_the_predictor_alone():
     module, p = layer(depth_routing__causal="predictor")
-    x_BTD, info = activations(), CallInfo(Tokens(np.arange(LENGTH)[None]), Mode(selection="train"))
+    x_BTD, call = activations(), Call(np.arange(LENGTH)[None], selection="train")
 
-    def loss(p, x_BTD, info):
-        return module.apply({"params": p}, x_BTD, info, mutable=["losses"])[1]["losses"][
+    def loss(p, x_BTD, call):
+        return module.apply({"params": p}, x_BTD, call, mutable=["losses"])[1]["losses"][
             "predictor_bce"
         ][0]
 
-    d_p, d_x_BTD = families.jit(jax.grad(loss, (0, 1)))(p, x_BTD, info)
+    d_p, d_x_BTD = families.jit(jax.grad(loss, (0, 1)))(p, x_BTD, call)
     norms = {
         jax.tree_util.keystr(path): float(np.abs(leaf).max())
         for path, leaf in jax.tree_util.tree_leaves_with_path(d_p)
@@ -224,8 +224,8 @@ def test_several_decisions_are_trained_and_any_can_decide():
     def run_all(variables, x_BTD):
         results = {}
         for name in decided:
-            info = CallInfo(Tokens(jnp.arange(LENGTH)[None]), Mode(selection=name))
-            results[name] = module.apply(variables, x_BTD, info, mutable=["losses", "stats"])
+            call = Call(jnp.arange(LENGTH)[None], selection=name)
+            results[name] = module.apply(variables, x_BTD, call, mutable=["losses", "stats"])
         return results
 
     results = run_all({"params": jax.tree.map(np.float32, p), **state}, x_BTD)
@@ -241,9 +241,9 @@ def test_several_decisions_are_trained_and_any_can_decide():
 
 def train(module, variables, x_BTD, segment_ids_BT=None):
     """(out, state after the step)."""
-    tokens = Tokens(jnp.arange(LENGTH)[None], segment_ids_BT)
-    info = CallInfo(tokens, Mode(train=True, selection="train"))
-    out_BTD, sown = module.apply(variables, x_BTD, info, mutable=[quantiles.COLLECTION])
+    tokens = Call(jnp.arange(LENGTH)[None], segment_ids_BT)
+    call = tokens.replace(train=True, selection="train")
+    out_BTD, sown = module.apply(variables, x_BTD, call, mutable=[quantiles.COLLECTION])
     state = variables["state"]
     return out_BTD, quantiles.followed(state, state, sown[quantiles.COLLECTION])
 
@@ -277,9 +277,9 @@ def test_threshold_follows_the_quantile_and_then_decides():
         np.testing.assert_allclose(state["quantile"], followed, rtol=1e-5)
         assert state["quantile_steps"] == i + 1
     # Evaluation leaves it alone.
-    info = CallInfo(Tokens(np.arange(LENGTH)[None]), Mode(selection="train"))
+    call = Call(np.arange(LENGTH)[None], selection="train")
     evaluated = families.jit(functools.partial(module.apply, mutable=True))
-    sown = evaluated({"params": p, "state": state}, x_BTD, info)[1]
+    sown = evaluated({"params": p, "state": state}, x_BTD, call)[1]
     assert "stats" in sown and quantiles.COLLECTION not in sown
     assert jax.device_get(sown["state"]) == jax.device_get(state)
 

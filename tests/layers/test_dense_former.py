@@ -8,9 +8,9 @@ import pytest
 from refusals import refused
 
 from efx.interop import hf_config
+from efx.layers.call import Call
 from efx.layers.config import DenseFormerConfig
 from efx.layers.dense_former import StateAverage
-from efx.layers.info import CallInfo, Tokens
 from efx.layers.stack import Layer, Stack
 
 ON = {"dense_former.on": True, "depth": 6, "width": 16}
@@ -67,14 +67,14 @@ def test_the_formula(dilation, period):
     model = families.make({**ON, "dense_former.dilation": dilation, "dense_former.period": period})
     params = families.random_params(model)["layers"]
     x_BTD = np.random.default_rng(0).normal(size=(2, LENGTH, 16)).astype(np.float32)
-    info = CallInfo(Tokens(np.arange(LENGTH, dtype=np.int32)[None]))
+    call = Call(np.arange(LENGTH, dtype=np.int32)[None])
 
     @families.jit
     def both(params, x_BTD):
         stack = Stack(model.specs(), False, "none", model.config.dense_former)
         every_x, y = [x_BTD], x_BTD
         for i, spec in enumerate(model.specs(), 1):
-            every_x.append(Layer(spec).apply({"params": params[f"block_{i - 1}"]}, y, info))
+            every_x.append(Layer(spec).apply({"params": params[f"block_{i - 1}"]}, y, call))
             y = every_x[-1]
             if i % period == 0:
                 states = [x for j, x in enumerate(every_x) if (i - j) % dilation == 0]
@@ -83,7 +83,7 @@ def test_the_formula(dilation, period):
                 y = sum(a * x for a, x in zip(alpha, states, strict=True))
             else:
                 assert f"average_{i}" not in params
-        return stack.apply({"params": params}, x_BTD, info), y
+        return stack.apply({"params": params}, x_BTD, call), y
 
     got, expected = both(params, x_BTD)
     np.testing.assert_allclose(got, expected, atol=2e-5 * np.abs(expected).max())

@@ -18,10 +18,10 @@ from efx.changes import Changes
 from efx.config import load_config
 from efx.configs import common
 from efx.evaluate import Evaluator
-from efx.layers.blocks import Block
+from efx.layers import learned_dropout as ld
+from efx.layers.block import Block
+from efx.layers.call import Call
 from efx.layers.config import ElementwiseConfig, MaskAttentionConfig
-from efx.layers.info import CallInfo, Mode, Tokens
-from efx.layers.mask_dropout import modules as ld
 from efx.layers.stack import Layer
 
 PI = np.pi
@@ -37,9 +37,9 @@ def attention_config(**changes):
     return MaskAttentionConfig(**{**defaults, "num_heads": 2, **changes})
 
 
-def info(length, batch=1, selection="causal", **changes):
+def call(length, batch=1, selection="causal", **changes):
     positions_BT = np.tile(np.arange(length)[None], (batch, 1))
-    return CallInfo(Tokens(positions_BT, **changes), Mode(selection=selection))
+    return Call(positions_BT, **changes, selection=selection)
 
 
 @functools.cache
@@ -58,10 +58,10 @@ def test_elementwise_mask_by_hand():
     b = np.float32([0.0, PI, 0.0, 0.0, PI, PI, PI / 2])
     params = {"mask_frequency": a, "mask_phase": b}
     m = np.array([1.0, 0.0, 0.5, 0.75, 0.25, 1.0, 0.5])
-    got = compiled(ld.ElementwiseMask(elementwise_config()))({"params": params}, x, info(1))
+    got = compiled(ld.ElementwiseMask(elementwise_config()))({"params": params}, x, call(1))
     np.testing.assert_allclose(got, x * m, atol=1e-6)
     sharp = ld.ElementwiseMask(elementwise_config(sharpen=True, sharpen_scale=5.0))
-    got = compiled(sharp)({"params": params}, x, info(1))
+    got = compiled(sharp)({"params": params}, x, call(1))
     np.testing.assert_allclose(got, x / (1 + np.exp(-5 * (m - 0.5))), atol=1e-5)
 
 
@@ -101,7 +101,7 @@ def test_stochastic_rounding_keeps_a_fraction_m():
     uniform = np.random.default_rng(0).uniform(size=20_000).astype(np.float32)
     rounded = families.jit(lambda m: ld.rounded(m, "stochastic", uniform))
     for m in (0.0, 0.1, 0.5, 0.9, 1.0):
-        kept = np.asarray(rounded(np.full(20_000, m, np.float32)))
+        kept = np.asarray(rounded(np.for_rows(20_000, m, np.float32)))
         assert set(np.unique(kept)) <= {0.0, 1.0}
         np.testing.assert_allclose(kept.mean(), m, atol=0.0 if m in (0, 1) else 0.012)
 
@@ -137,9 +137,9 @@ def test_straight_through_is_the_gradient_of_the_expectation():
 def test_detached_masks_pass_no_gradient_to_their_input(detach):
     mask = ld.ElementwiseMask(elementwise_config(detach=detach))
     params = {"mask_frequency": np.float32([0.7]), "mask_phase": np.float32([0.3])}
-    x = np.full((1, 1, 1), 1.5, np.float32)
-    gradient = jax.grad(lambda x, info: mask.apply({"params": params}, x, info)[0, 0, 0])
-    grad = np.asarray(families.jit(gradient)(x, info(1)))
+    x = np.for_rows((1, 1, 1), 1.5, np.float32)
+    gradient = jax.grad(lambda x, call: mask.apply({"params": params}, x, call)[0, 0, 0])
+    grad = np.asarray(families.jit(gradient)(x, call(1)))
     angle = 0.7 * 1.5 + 0.3
     expected = 0.5 * np.cos(angle) + 0.5 - (0 if detach else 1.5 * 0.5 * np.sin(angle) * 0.7)
     np.testing.assert_allclose(grad[0, 0, 0], expected, rtol=1e-5)
@@ -177,7 +177,7 @@ def test_attention_mask_by_hand(rounding):
     sharp = 1 / (1 + np.exp(-5 * (m - 0.5)))
     applied = {"none": m, "stochastic": m >= 0.5, "sigmoid": sharp}[rounding]
     mask = ld.AttentionMask(attention_config(rounding=rounding, sigmoid_scale=5.0), ATTENTION)
-    got, sown = compiled(mask, "losses")({"params": params}, np.float32(x), info(3))
+    got, sown = compiled(mask, "losses")({"params": params}, np.float32(x), call(3))
     np.testing.assert_allclose(got, x * applied[None], atol=1e-5)
     np.testing.assert_allclose(sown["losses"]["dropout_l1"][0], m.mean(), rtol=1e-5)
 
@@ -202,8 +202,8 @@ def test_masks_of_the_embedding_by_hand(kind):
 
     @families.jit
     def run(shared, mask, emb, x):
-        e_BTD = ld.MaskInput(config, ATTENTION).apply({"params": shared}, emb, info(3))
-        given = info(3, mask_input_BTD=e_BTD)
+        e_BTD = ld.MaskInput(config, ATTENTION).apply({"params": shared}, emb, call(3))
+        given = call(3, mask_input_BTD=e_BTD)
         module = ld.AttentionMask(config, ATTENTION)
         made = jax.eval_shape(module.init, jax.random.key(0), x, given)["params"]
         assert jax.tree.structure(nn.unbox(made)) == jax.tree.structure(mask)
@@ -238,9 +238,9 @@ def test_losses_of_detached_masks_reach_parameters_of_masks_alone(kind):
 def test_masks_are_float32_in_bfloat16_models():
     """1000 x rounded to bfloat16 would turn the cosine by more than a circle."""
     mask = ld.ElementwiseMask(elementwise_config())
-    x = np.full((1, 1, 1), 1.0078125, jnp.bfloat16)
+    x = np.for_rows((1, 1, 1), 1.0078125, jnp.bfloat16)
     params = {"mask_frequency": np.float32([1000.3]), "mask_phase": np.float32([0.2])}
-    got, sown = jax.device_get(compiled(mask, "losses")({"params": params}, x, info(1)))
+    got, sown = jax.device_get(compiled(mask, "losses")({"params": params}, x, call(1)))
     m = 0.5 * np.cos(np.float32(1000.3) * 1.0078125 + 0.2) + 0.5
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(sown["losses"]["dropout_l1"][0], m, atol=1e-3)
@@ -270,7 +270,7 @@ def test_initial_values():
     @families.jit
     def initial(key):
         masks = (elementwise, x), (attention, x[..., :4])
-        return [nn.unbox(mask.init(key, y, info(1))["params"]) for mask, y in masks]
+        return [nn.unbox(mask.init(key, y, call(1))["params"]) for mask, y in masks]
 
     params, of_attention = jax.device_get(initial(jax.random.key(0)))
     np.testing.assert_allclose(of_attention["mask_shift"], PI / 2)
@@ -352,10 +352,10 @@ def test_empty_slots_do_not_count():
     mask = ld.ElementwiseMask(elementwise_config())
     x_BTD = np.float32(np.random.default_rng(0).normal(size=(1, 5, 4)))
     params = {"mask_frequency": np.float32([1, 2, 3, 4]), "mask_phase": np.zeros(4, np.float32)}
-    empty = CallInfo(Tokens(np.array([[0, 1, 2, -1, -1]])))
+    empty = Call(np.array([[0, 1, 2, -1, -1]]))
     both = [
         compiled(mask, "losses", "stats")({"params": params}, x, i)[1]
-        for x, i in ((x_BTD[:, :3], info(3)), (x_BTD, empty))
+        for x, i in ((x_BTD[:, :3], call(3)), (x_BTD, empty))
     ]
     families.assert_trees_close(*both, rtol=1e-5)
 
@@ -456,7 +456,7 @@ def test_a_routed_mask_attends_over_the_embedding_of_routed_tokens():
     params = families.random_params(model)["layers"]["block_1"]
     rng = np.random.default_rng(0)
     x_BTD, read_BTD = (np.float32(rng.normal(size=(1, 8, 32))) for _ in range(2))
-    whole = info(8, selection="train", mask_input_BTD=read_BTD)
+    whole = call(8, selection="train", mask_input_BTD=read_BTD)
     got_BTD = families.jit(Layer(spec).apply)({"params": params}, x_BTD, whole)
     score_T = x_BTD[0] @ np.asarray(params["router"])
     routed = np.sort(np.argsort(score_T)[-4:])
@@ -464,7 +464,7 @@ def test_a_routed_mask_attends_over_the_embedding_of_routed_tokens():
 
     @families.jit
     def delta(read_BTD):
-        some = CallInfo(Tokens(jnp.asarray(routed)[None], mask_input_BTD=read_BTD))
+        some = Call(jnp.asarray(routed)[None], mask_input_BTD=read_BTD)
         return Block(spec.block).apply({"params": inner}, x_BTD[:, routed], some)
 
     delta_BTD = np.asarray(delta(read_BTD[:, routed]))

@@ -18,10 +18,10 @@ from refusals import refused
 from efx import flops, models, sample, sharding
 from efx.configs import common
 from efx.evaluate import Evaluator
+from efx.layers.call import CacheView, Call
 from efx.layers.config import MoEConfig
-from efx.layers.info import CacheView, CallInfo, Mode, Tokens
-from efx.layers.routing import plans
-from efx.layers.routing.moe import MoE
+from efx.layers.moe import MoE
+from efx.routing import plans
 
 B, T, D, F = 3, 20, 12, 10
 DEFAULT = MoEConfig(
@@ -44,7 +44,7 @@ def layer(activation="swiglu", **changes):
     """(module, parameters in which nothing is zero)."""
     config = dataclasses.replace(DEFAULT, **changes)
     module = MoE(config, F, activation, True, 0.5, 0.5, jnp.float32)
-    shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), inputs(), info()))["params"]
+    shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), inputs(), call()))["params"]
     rng = np.random.default_rng(1)
     return module, jax.tree.map(
         lambda leaf: np.float32(rng.normal(0, 0.5, leaf.shape)), nn.unbox(shapes)
@@ -55,14 +55,10 @@ def inputs():
     return np.float32(np.random.default_rng(0).normal(size=(B, T, D)))
 
 
-def info(selection="causal", segments=None, positions=None):
+def call(selection="causal", segments=None, positions=None):
     positions = np.arange(T)[None] if positions is None else positions
-    return CallInfo(
-        Tokens(
-            np.int32(positions),
-            None if segments is None else np.int32(segments),
-        ),
-        Mode(selection=selection),
+    return Call(
+        np.int32(positions), None if segments is None else np.int32(segments), selection=selection
     )
 
 
@@ -71,15 +67,15 @@ PADDED = np.where(np.arange(T)[None] < np.array([T, 13, 1])[:, None], 1, 0)
 
 @functools.cache
 def compiled(module):
-    def run(params, x_BTD, info):
-        return module.apply({"params": params}, x_BTD, info, mutable=["losses", "stats"])
+    def run(params, x_BTD, call):
+        return module.apply({"params": params}, x_BTD, call, mutable=["losses", "stats"])
 
     return families.jit(run)
 
 
 def apply(module, params, x_BTD, selection="causal", segments=PADDED, positions=None):
     """(output, {name: loss or statistic})."""
-    y_BTD, sown = compiled(module)(params, x_BTD, info(selection, segments, positions))
+    y_BTD, sown = compiled(module)(params, x_BTD, call(selection, segments, positions))
     sown = {path[-2].key: float(value) for path, value in jax.tree_util.tree_leaves_with_path(sown)}
     return np.asarray(y_BTD), sown
 
@@ -256,7 +252,7 @@ def test_the_router_learns_from_the_main_loss():
     layers = [layer(top_k=top_k, renormalise=renormalise) for top_k, renormalise in cases]
 
     def loss(params, module, x_BTD):
-        return jnp.sum(module.apply({"params": params}, x_BTD, info()) ** 2)
+        return jnp.sum(module.apply({"params": params}, x_BTD, call()) ** 2)
 
     @families.jit
     def gradients(x_BTD):
@@ -316,7 +312,7 @@ def test_a_sum_of_experts_in_bfloat16_is_rounded_once(router, rows, decode, call
     @families.jit
     def call(cache, x_BTD, positions_BT):
         view = CacheView(size=T) if decode else None
-        some = CallInfo(Tokens(positions_BT), Mode(selection="causal"), view)
+        some = Call(positions_BT, cache=view)
         return module.apply({"params": arrays, **cache}, x_BTD, some, mutable=["cache"])
 
     arrays, cache, got = jax.tree.map(jnp.asarray, params), {}, []

@@ -8,7 +8,7 @@ import pytest
 
 from efx import models, optim
 from efx.configs import common
-from efx.layers.parametrisation import rate_factor
+from efx.layers.mup import rate_factor
 from efx.studies import coord_check
 
 SMALL = {"width": 64, "depth": 1, "init_std": 0.02, "mlp.hidden": 256, "preset": "gpt2"}

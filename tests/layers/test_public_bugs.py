@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from efx.layers.info import CacheView, CallInfo, Mode, Tokens
+from efx.layers.call import CacheView, Call
 from efx.layers.stack import Layer
 
 ROWS, LENGTH, CAPACITY, WIDTH = 3, 12, 5, 16
@@ -50,8 +50,8 @@ def activations(seed=0):
 def compiled(module, selection):
     @families.jit
     def apply(params, x_BTD, positions_BT):
-        info = CallInfo(Tokens(positions_BT), Mode(selection=selection))
-        return module.apply({"params": params}, x_BTD, info, mutable=["losses"])
+        call = Call(positions_BT, selection=selection)
+        return module.apply({"params": params}, x_BTD, call, mutable=["losses"])
 
     return apply
 
@@ -158,8 +158,8 @@ def test_predictor_fed_the_output_of_the_block():
     assert abs(fed_the_output(params) - fed_the_output(other)) > 1e-3
 
     def loss(params, x_BTD):
-        info = CallInfo(Tokens(jnp.arange(LENGTH)[None]), Mode(selection="train"))
-        _, sown = module.apply({"params": params}, x_BTD, info, mutable=["losses", "stats"])
+        call = Call(jnp.arange(LENGTH)[None], selection="train")
+        _, sown = module.apply({"params": params}, x_BTD, call, mutable=["losses", "stats"])
         return sown["losses"]["predictor_bce"][0]
 
     grads, grad_x_BTD = families.jit(jax.grad(loss, argnums=(0, 1)))(params, x_BTD)
@@ -239,15 +239,15 @@ def decoded():
     """Outputs of the routed layer with its cache, one token at a time."""
     module, params = layer(slack=2.0)
 
-    def info(t):
-        return CallInfo(Tokens(jnp.full((ROWS, 1), t)), cache=CacheView(size=LENGTH))
+    def call(t):
+        return Call(jnp.full((ROWS, 1), t), cache=CacheView(size=LENGTH))
 
     @families.jit
     def decode(state, x_B1D, t):
-        return module.apply({"params": params, **state}, x_B1D, info(t), mutable=["cache"])
+        return module.apply({"params": params, **state}, x_B1D, call(t), mutable=["cache"])
 
     x_B1D, key = activations()[:, :1], jax.random.key(0)
-    shapes = jax.eval_shape(lambda: module.init(key, x_B1D, info(0)))
+    shapes = jax.eval_shape(lambda: module.init(key, x_B1D, call(0)))
     state = {
         "cache": jax.tree_util.tree_map_with_path(  # empty slots are at position -1
             lambda path, x: jnp.full(x.shape, -1 if path[-1].key == "position" else 0, x.dtype),

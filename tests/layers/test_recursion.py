@@ -12,10 +12,11 @@ from flax import linen as nn
 from test_routing import norm, np_layer, np_mlp, np_topk
 
 from efx import flops, models
-from efx.layers import blocks, stack
-from efx.layers.info import CallInfo, Mode, Tokens
-from efx.layers.routing import plans, quantiles
-from efx.layers.routing.depth import DepthRouted
+from efx.layers import stack
+from efx.layers.block import Block
+from efx.layers.call import Call
+from efx.routing import plans, quantiles
+from efx.routing.mod import DepthRouted
 
 LENGTH = families.LENGTH
 RECURSION = {
@@ -96,10 +97,7 @@ def traced(model, params, tokens_BT, segments_BT=None):
             out_BTD = stack.Stack(model.specs(), False, "none").apply(
                 {"params": params["layers"]},
                 x_BTD,
-                CallInfo(
-                    Tokens(jnp.arange(tokens_BT.shape[1])[None], segments_BT),
-                    Mode(selection=model.selection),
-                ),
+                Call(jnp.arange(tokens_BT.shape[1])[None], segments_BT, selection=model.selection),
             )
         return out_BTD, list(seen)
 
@@ -181,20 +179,24 @@ def test_losses_and_statistics_are_of_the_survivors():
         params, families.tokens()
     )
     _, seen = traced(model, params, families.tokens())
-    alive_BT = np.ones((families.BATCH, LENGTH), bool)
+    selectable_BT = np.ones((families.BATCH, LENGTH), bool)
     for number, (in_BTD, _, routed_BT) in enumerate(seen, 1):
         name = f"recursion_{number}"
         score_BT = in_BTD @ np.asarray(params["layers"][name]["router"])
         loss_BT = np.logaddexp(0, score_BT) - score_BT * routed_BT
         stats = {key: float(value[0]) for key, value in sown["stats"]["layers"][name].items()}
         np.testing.assert_allclose(
-            sown["losses"]["layers"][name]["router_bce"][0], loss_BT[alive_BT].mean(), rtol=1e-4
+            sown["losses"]["layers"][name]["router_bce"][0],
+            loss_BT[selectable_BT].mean(),
+            rtol=1e-4,
         )
-        decided_BT = (score_BT > 0) & alive_BT
+        decided_BT = (score_BT > 0) & selectable_BT
         agree_BT = decided_BT == routed_BT
-        np.testing.assert_allclose(stats["router/accuracy"], agree_BT[alive_BT].mean(), rtol=1e-5)
+        np.testing.assert_allclose(
+            stats["router/accuracy"], agree_BT[selectable_BT].mean(), rtol=1e-5
+        )
         np.testing.assert_allclose(stats["router/decided_fraction"], decided_BT.mean(), rtol=1e-5)
-        alive_BT = routed_BT
+        selectable_BT = routed_BT
 
 
 @pytest.mark.slow
@@ -264,7 +266,7 @@ def counting_decoder():
     ran, step = [], families.decoder(model, {"params": params}, LENGTH)
 
     def count(next_function, arguments, keywords, context):
-        if isinstance(context.module, blocks.Block) and context.method_name == "__call__":
+        if isinstance(context.module, Block) and context.method_name == "__call__":
             name, tag = context.module.path[-1], arguments[1].cache.tag
             jax.debug.callback(lambda: ran.append((name, tag)))
         return next_function(*arguments, **keywords)

@@ -15,12 +15,12 @@ from hypothesis.extra import numpy as hnp
 from scipy import special
 
 from efx import models, sharding
+from efx.layers.call import Call
 from efx.layers.config import BlockConfig, say_if_the_router_is_fixed
-from efx.layers.info import CallInfo, Mode, Tokens
 from efx.layers.linear import onto
-from efx.layers.routing import plans
-from efx.layers.routing.depth import DepthRouted
 from efx.layers.stack import Layer
+from efx.routing import plans
+from efx.routing.mod import DepthRouted
 
 # ---- plans -------------------------------------------------------------------------------------
 
@@ -43,12 +43,10 @@ def test_capacity(fraction, length, places):
 
 
 def test_gathered_info_keeps_positions_and_documents():
-    info = CallInfo(
-        Tokens(np.array([[0, 1, 2, 0, 1]]), np.array([[1, 1, 1, 2, 2], [3, 3, 3, 3, 0]]))
-    )
+    call = Call(np.array([[0, 1, 2, 0, 1]]), np.array([[1, 1, 1, 2, 2], [3, 3, 3, 3, 0]]))
     plan = plans.Plan(np.array([[2, 3], [1, 5]]), np.array([[True, True], [True, False]]))
-    gather = families.jit(lambda plan, info: plan.info(info.full(2), plans.Budget(0.4, 5)))
-    got = gather(plan, info).tokens
+    gather = families.jit(lambda plan, call: plan.call(call.for_rows(2), plans.Budget(0.4, 5)))
+    got = gather(plan, call).tokens
     np.testing.assert_array_equal(got.positions_BT, [[2, 0], [1, -1]])
     np.testing.assert_array_equal(got.segment_ids_BT, [[1, 2], [3, 0]])
     # Of the two places the first three tokens have ceil(0.4 * 3), which is both.
@@ -249,14 +247,14 @@ def layer(**changes):
 def run(module, params, x_BTD, selection="train", segments=None, positions=None, **options):
     """(output, losses, stats) of a layer."""
     positions = np.arange(x_BTD.shape[1])[None] if positions is None else positions
-    info = CallInfo(Tokens(positions, segments), Mode(selection=selection))
+    call = Call(positions, segments, selection=selection)
 
     @families.jit
-    def apply(params, x_BTD, info):
-        return module.apply({"params": params}, x_BTD, info, mutable=["losses", "stats"], **options)
+    def apply(params, x_BTD, call):
+        return module.apply({"params": params}, x_BTD, call, mutable=["losses", "stats"], **options)
 
     params = jax.tree.map(np.float32, params)
-    out, sown = jax.device_get(apply(params, x_BTD, info))
+    out, sown = jax.device_get(apply(params, x_BTD, call))
     return out, {key: value[0] for part in sown.values() for key, value in part.items()}
 
 
@@ -487,7 +485,7 @@ class Increments(nn.Module):
 
     config: BlockConfig
 
-    def __call__(self, x_BTD, info, context=None):
+    def __call__(self, x_BTD, call, context=None):
         increment_D = jnp.linspace(1, 2, x_BTD.shape[-1]).astype(x_BTD.dtype)
         return jnp.broadcast_to(increment_D, x_BTD.shape)
 
@@ -550,10 +548,10 @@ def test_losses_and_stats_by_hand():
 def test_gradient_of_the_router_loss(reaches):
     module, p = layer(depth_routing__bce_reaches_input=reaches)
     p = jax.tree.map(np.float32, p)
-    info = CallInfo(Tokens(np.arange(LENGTH)[None]), Mode(selection="train"))
+    call = Call(np.arange(LENGTH)[None], selection="train")
 
     def loss(params, x_BTD):
-        _, sown = module.apply({"params": params}, x_BTD, info, mutable=["losses"])
+        _, sown = module.apply({"params": params}, x_BTD, call, mutable=["losses"])
         return sown["losses"]["router_bce"][0]
 
     x_BTD = activations()
@@ -575,11 +573,11 @@ def test_the_gate_trains_the_router(gate, reaches):
     """Through the output alone, the gate is the router's only way to learn."""
     module, p = layer(depth_routing__gate=gate)
     p = jax.tree.map(np.float32, p)
-    info = CallInfo(Tokens(np.arange(LENGTH)[None]), Mode(selection="train"))
+    call = Call(np.arange(LENGTH)[None], selection="train")
     grads = families.jit(
         jax.grad(
             lambda params: jnp.sum(
-                jnp.square(module.apply({"params": params}, activations(), info))
+                jnp.square(module.apply({"params": params}, activations(), call))
             )
         )
     )(p)
@@ -607,11 +605,11 @@ def test_empty_places_have_finite_gradients():
     x_BTD = activations()
     x_BTD[2] -= 10 * p["router"] / np.sum(p["router"] ** 2)  # nothing of row 2 is routed
     p = jax.tree.map(np.float32, p)
-    info = CallInfo(Tokens(np.arange(LENGTH)[None]), Mode(selection="causal"))
+    call = Call(np.arange(LENGTH)[None], selection="causal")
     grads = families.jit(
         jax.grad(
             lambda params, x_BTD: jnp.sum(
-                jnp.square(module.apply({"params": params}, x_BTD, info))
+                jnp.square(module.apply({"params": params}, x_BTD, call))
             ),
             argnums=(0, 1),
         )

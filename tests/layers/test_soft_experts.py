@@ -13,8 +13,8 @@ from scipy import special
 
 from efx import flops
 from efx.layers import costs
-from efx.layers.info import CallInfo, Tokens
-from efx.layers.routing.soft_experts import SoftBlock, merge
+from efx.layers.call import Call
+from efx.layers.soft_experts import SoftBlock, merge
 
 B, T = 2, 11
 SMALL = {
@@ -30,7 +30,7 @@ def block(changes):
     """(a block with soft experts, parameters in which nothing is zero, input)."""
     module = SoftBlock(families.make({**SMALL, **changes}).specs()[0].block)
     x_BTD = np.float32(np.random.default_rng(0).normal(size=(B, T, 24)))
-    shapes = jax.eval_shape(lambda: nn.unbox(module.init(jax.random.key(0), x_BTD, info())))
+    shapes = jax.eval_shape(lambda: nn.unbox(module.init(jax.random.key(0), x_BTD, call())))
     rng = np.random.default_rng(1)
     params = jax.tree.map(
         lambda leaf: np.float32(rng.normal(0.1, 0.4, leaf.shape)), shapes["params"]
@@ -38,8 +38,8 @@ def block(changes):
     return module, params, x_BTD
 
 
-def info():
-    return CallInfo(Tokens(np.arange(T)[None]))
+def call():
+    return Call(np.arange(T)[None])
 
 
 def softmax(x, axis):
@@ -144,7 +144,7 @@ def reference(c, p, x):
 )
 def test_a_block_equals_its_formula(changes):
     module, params, x_BTD = block(changes)
-    result = families.jit(module.apply)({"params": params}, x_BTD, info())
+    result = families.jit(module.apply)({"params": params}, x_BTD, call())
     expected = reference(module.config, params, x_BTD)
     assert np.abs(expected).mean() > 0.3
     np.testing.assert_allclose(result, expected, atol=2e-5 * np.abs(expected).max())

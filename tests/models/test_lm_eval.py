@@ -157,7 +157,7 @@ def library(tmp_path_factory):
         patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
         # Its description of the machine takes half a minute.
         evaluator = importlib.import_module("lm_eval.evaluator")
-        patch.setattr(evaluator, "add_env_info", lambda results: None)
+        patch.setattr(evaluator, "add_env_call", lambda results: None)
         yield module
 
 

@@ -1,6 +1,6 @@
 """Masks as functions: the cosine that makes one, how it is rounded, its penalties and statistics.
 
-See efx/layers/mask_dropout/modules.py for where they are used. All arithmetic is float32.
+See efx/layers/learned_dropout.py for where they are used. All arithmetic is float32.
 """
 
 import math

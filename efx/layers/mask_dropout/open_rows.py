@@ -6,7 +6,7 @@ time, see `plans.in_rounds`, which has no reverse mode: hence inference only.
 
 import jax.numpy as jnp
 
-from efx.layers.routing import plans
+from efx.routing import plans
 
 
 def compute(module, x_BTD, open_BT, tile):

@@ -2,8 +2,8 @@
 
 from efx.layers import costs
 from efx.layers.report import Report
-from efx.layers.routing.reports import routing_of
 from efx.layers.stack import label
+from efx.routing.reports import routing_of
 
 COMPUTED = "mlp/computed_fraction"
 

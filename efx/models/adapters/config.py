@@ -3,7 +3,7 @@
 from typing import Literal
 
 from efx.errors import UsageError
-from efx.layers.routing import plans
+from efx.routing import plans
 from efx.settings import AtLeastOne, Count, Fraction, Number, block, check_regex
 
 

@@ -25,15 +25,15 @@ from flax import linen as nn
 
 from efx import flops, means
 from efx.layers import kv_cache
-from efx.layers.info import CallInfo
+from efx.layers.call import Call
 from efx.layers.linear import Linear
 from efx.layers.mlp import exact_gelu
-from efx.layers.report import Report, asked, sow_choice
-from efx.layers.routing import plans
-from efx.layers.routing.moe import ROUTER_STD
+from efx.layers.moe import ROUTER_STD
+from efx.layers.report import Report, choices_requested, sow_choice
 from efx.layers.stack import first_of_scanned
 from efx.models.adapters.config import AdapterConfig
 from efx.parameter import parameter
+from efx.routing import plans
 
 ADAPTERS = Report({"adapter/experts_per_token": "; {:.2f} experts a token"}, ("adapter/",))
 
@@ -98,8 +98,8 @@ class Adapter(nn.Module):
     mup_base: int = 0
 
     @nn.compact
-    def __call__(self, x, info):
-        """[..., D] -> [..., F]; `info` is the CallInfo of these tokens, or None if not known."""
+    def __call__(self, x, call):
+        """[..., D] -> [..., F]; `call` is the Call of these tokens, or None if not known."""
         c, width = self.config, x.shape[-1]
         stack = (c.choices,) if c.experts else ()
         down = self._param("down", width**-0.5, (*stack, width, c.rank), (self.axes[0], None))
@@ -107,11 +107,11 @@ class Adapter(nn.Module):
         down, up = down.astype(self.dtype), up.astype(self.dtype)
         x = x.astype(self.dtype)
         if not c.experts:
-            y = self._one(x, info, down, up)
+            y = self._one(x, call, down, up)
         elif c.routing == "inclusion":
-            y = self._included(x, info, down, up)
+            y = self._included(x, call, down, up)
         else:
-            y = self._all(x.reshape(-1, width), self._weights(x, info), down, up)
+            y = self._all(x.reshape(-1, width), self._weights(x, call), down, up)
         return (c.scale * y).reshape(*x.shape[:-1], self.features).astype(self.dtype)
 
     def _param(self, name, std, shape, axes):
@@ -125,7 +125,7 @@ class Adapter(nn.Module):
     def _inner(self, h):
         return exact_gelu(h) if self.config.kind == "mlp" else h
 
-    def _one(self, x, info, down_DR, up_RF):
+    def _one(self, x, call, down_DR, up_RF):
         u_CD = x.reshape(-1, x.shape[-1])
         y_CF = self._inner(u_CD @ down_DR) @ up_RF
         if self.config.gate:
@@ -133,8 +133,8 @@ class Adapter(nn.Module):
             logit_C1 = _product(u_CD, gate_D[None])
             self.sow("intermediates", "gate_logits", logit_C1)
             gate_C1 = jax.nn.sigmoid(logit_C1)
-            if asked(self):
-                sow_choice(self, "gate", gate_C1.reshape(-1, x.shape[-2]), info)
+            if choices_requested(self):
+                sow_choice(self, "gate", gate_C1.reshape(-1, x.shape[-2]), call)
             y_CF = plans.weighed(y_CF, gate_C1[:, 0])
         return y_CF
 
@@ -144,19 +144,19 @@ class Adapter(nn.Module):
         h_CER = plans.weighed(h_CER, weight_CE).astype(h_CER.dtype)
         return jnp.einsum("CER,ERF->CF", h_CER, up_ERF)
 
-    def _weights(self, x, info):
+    def _weights(self, x, call):
         c, width = self.config, x.shape[-1]
         u_CD = x.reshape(-1, width)
         if c.routing == "uniform":
             return jnp.full((len(u_CD), c.choices), 1.0 / c.choices)
         affinity_CE = affinities(u_CD, self._gates("gate", 0.0, width))
         weight_CE = topk_weights(affinity_CE, c.top_k, width)
-        self._report(weight_CE.reshape(*x.shape[:-1], c.choices), _valid(x, info), info)
+        self._report(weight_CE.reshape(*x.shape[:-1], c.choices), _valid(x, call), call)
         return weight_CE
 
-    def _report(self, weight_BTE, valid_BT, info):
+    def _report(self, weight_BTE, valid_BT, call):
         weights = jnp.where(valid_BT[..., None], weight_BTE, 0.0)
-        sow_choice(self, "weights", weights.reshape(-1, *weights.shape[-2:]), info)
+        sow_choice(self, "weights", weights.reshape(-1, *weights.shape[-2:]), call)
         if not means.wanted(self):
             return
 
@@ -172,7 +172,7 @@ class Adapter(nn.Module):
             entropy_BT = -jnp.sum(jax.scipy.special.xlogy(weight_BTE, weight_BTE), axis=-1)
             report("effective_experts", jnp.exp(entropy_BT))
 
-    def _included(self, x_BTD, info, down_EDR, up_ERF):
+    def _included(self, x_BTD, call, down_EDR, up_ERF):
         c, (batch, length, width) = self.config, x_BTD.shape
         # Starting at zero would make the first selection the first C tokens, for every expert.
         std = ROUTER_STD * (self.mup_base / width if self.mup_base else 1.0)
@@ -181,17 +181,17 @@ class Adapter(nn.Module):
         logits_CE = _product(x_BTD.reshape(-1, width), entrance_ED) + bias_E[None]
         logits_BTE = logits_CE.reshape(batch, length, c.choices)
         self.sow("intermediates", "entrance_logits", logits_BTE)
-        valid_BT = _valid(x_BTD, info)
+        valid_BT = _valid(x_BTD, call)
         wanted_BTE = (logits_BTE > 0) & valid_BT[..., None]
         weight_BTE = jax.nn.sigmoid(logits_BTE)
-        if info.decode:
-            room = c.slots(info.cache.size, "causal")
-            run_BTE = kv_cache.admit(self, wanted_BTE, room, info, "taken", "dropped")
+        if call.decode:
+            room = c.slots(call.cache.size, "causal")
+            run_BTE = kv_cache.admit(self, wanted_BTE, room, call, "taken", "dropped")
             weight_BTE = jnp.where(run_BTE, weight_BTE, 0.0)
             weight_CE = weight_BTE.reshape(-1, c.choices)
             return self._all(x_BTD.reshape(-1, width), weight_CE, down_EDR, up_ERF)
 
-        documents = info.tokens.documents()
+        documents = call.documents()
         ahead = c.budget(length, "train", documents)
         top = plans.for_each_expert(ahead.top, jax.lax.stop_gradient(logits_BTE), valid_BT)
         plan = plans.for_each_expert(c.budget(length, "causal", documents).first, wanted_BTE)
@@ -204,9 +204,9 @@ class Adapter(nn.Module):
             wanted = jnp.sum(wanted_BTE, dtype=jnp.float32)
             lost = jnp.sum(wanted_BTE & ~plans.selected_by_experts(plan, length), dtype=jnp.float32)
             means.sow(self, "stats", "adapter/dropped_fraction", means.Mean(lost, wanted))
-        plan = top if info.mode.looks_ahead else plan
+        plan = top if call.looks_ahead else plan
         run_BTE = plans.selected_by_experts(plan, length)
-        self._report(jnp.where(run_BTE, weight_BTE, 0.0), valid_BT, info)
+        self._report(jnp.where(run_BTE, weight_BTE, 0.0), valid_BT, call)
         return self._at_places(x_BTD, weight_BTE, plan, down_EDR, up_ERF)
 
     def _at_places(self, x_BTD, weight_BTE, plan, down_EDR, up_ERF):
@@ -226,17 +226,17 @@ class Adapter(nn.Module):
         return plans.add_weighed(start_BTF, plan.indices_BC, y_EBCF)
 
 
-def _valid(x, info):
+def _valid(x, call):
     """bool [B, T]: which tokens count."""
-    if info is None:
+    if call is None:
         return jnp.ones(x.shape[:-1], bool)
-    return info.tokens.valid(x.shape[0])
+    return call.real(x.shape[0])
 
 
 class Interceptor:
     """Adds adapters to the linear layers below a module; for `flax.linen.intercept_methods`.
 
-    It also remembers which CallInfo the layers around have been given, because linear layers are
+    It also remembers which Call the layers around have been given, because linear layers are
     given none: that of the innermost call.
 
     Args:
@@ -278,33 +278,33 @@ class TokensOfCalls:
     that one of them calls."""
 
     def __init__(self):
-        self._infos = []
+        self._calls = []
 
     @contextlib.contextmanager
     def told(self, args):
         """Within a call with these arguments."""
-        infos = [value for value in args if isinstance(value, CallInfo)]
+        calls = [value for value in args if isinstance(value, Call)]
         contexts = [value[1] for value in args if _is_context(value)]
-        if infos:
-            self._infos.append((infos[0], *contexts))
+        if calls:
+            self._calls.append((calls[0], *contexts))
         try:
             yield
         finally:
-            if infos:
-                self._infos.pop()
+            if calls:
+                self._calls.pop()
 
     def of(self, module, x_BTD):
-        """The CallInfo of what a linear layer maps; None outside of all such calls, and if it maps
+        """The Call of what a linear layer maps; None outside of all such calls, and if it maps
         other tokens than the call is told about, as where tokens become latents."""
-        if not self._infos:
+        if not self._calls:
             return None
         # Keys and values are made of the context, where attention is over other tokens.
-        info = self._infos[-1][-1 if module.name in ("key", "value") else 0]
-        return info if info.tokens.positions_BT.shape[-1] == x_BTD.shape[-2] else None
+        call = self._calls[-1][-1 if module.name in ("key", "value") else 0]
+        return call if call.positions_BT.shape[-1] == x_BTD.shape[-2] else None
 
 
 def _is_context(value):
-    return isinstance(value, tuple) and len(value) > 1 and isinstance(value[1], CallInfo)
+    return isinstance(value, tuple) and len(value) > 1 and isinstance(value[1], Call)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,8 +23,8 @@ from efx import flops, means
 from efx.errors import UsageError
 from efx.layers import norms
 from efx.layers.attention import Attention
+from efx.layers.call import Call
 from efx.layers.config import AttentionConfig
-from efx.layers.info import CallInfo
 from efx.layers.linear import Linear
 from efx.models.language_model import LanguageModel
 from efx.parameter import only_shapes
@@ -40,7 +40,7 @@ class Bridge(nn.Module):
     dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, h_BTD, a_BTD, info):
+    def __call__(self, h_BTD, a_BTD, call):
         """h: the anchor's state, q; a: the other's, of its own width, k and v."""
         width = h_BTD.shape[-1]
         if self.norm != "none":
@@ -58,7 +58,7 @@ class Bridge(nn.Module):
             width=width,
             name="attention",
         )
-        return attention(h_BTD, info, (project(a_BTD), info))
+        return attention(h_BTD, call, (project(a_BTD), None))
 
 
 class Bridged(LanguageModel):
@@ -123,12 +123,12 @@ class Bridged(LanguageModel):
         def add(layer, state):
             if layer not in places:
                 return None
-            h_BTD, info = state
+            h_BTD, call = state
             pair = places.index(layer)
             delta_BTD = jnp.zeros_like(h_BTD)
             for a, states in enumerate(read):
                 bridge = self.bridges[a * self.config.pairs + pair]
-                delta_BTD = delta_BTD + bridge(h_BTD, states[pair], info)
+                delta_BTD = delta_BTD + bridge(h_BTD, states[pair], call)
             return h_BTD + delta_BTD
 
         # Bridges learn by the cross-entropy alone. Through the anchor they would by what its
@@ -195,7 +195,7 @@ def spaced(pairs, depth):
 
 
 class _AtLayers:
-    """Interceptor that shows what leaves each layer of a member to `visit(layer, (x, info))`, and
+    """Interceptor that shows what leaves each layer of a member to `visit(layer, (x, call))`, and
     puts what that returns, unless None, in its place."""
 
     def __init__(self, path, visit):
@@ -215,9 +215,9 @@ class _AtLayers:
             out = next_fun(*args, **kwargs)
         finally:
             self._inside = False
-        info = next(value for value in args if isinstance(value, CallInfo))
+        call = next(value for value in args if isinstance(value, Call))
         streams = out if isinstance(out, tuple) else (out,)
-        new = self._visit(int(below[1].removeprefix("block_")), (streams[-1], info))
+        new = self._visit(int(below[1].removeprefix("block_")), (streams[-1], call))
         if new is None:
             return out
         return (*streams[:-1], new) if isinstance(out, tuple) else new

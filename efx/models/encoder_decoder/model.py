@@ -22,13 +22,13 @@ from flax import linen as nn
 
 from efx import flops, means
 from efx.layers import costs, norms, stack_specs
+from efx.layers.learned_dropout import make_dropout, make_mask_input
 from efx.layers.linear import Embedding, Linear, broadcast
-from efx.layers.mask_dropout.modules import make_dropout, make_mask_input
-from efx.layers.parametrisation import deviations
-from efx.layers.routing.controls import make_token_types
+from efx.layers.mup import deviations
 from efx.layers.stack import Stack, by_path
 from efx.models.encoder_decoder.streams import DecoderSpec, EmbeddingLoss, PairSpec
 from efx.models.language_model import LanguageModel
+from efx.routing.controls import make_token_types
 from efx.sharding import constrain
 
 
@@ -82,7 +82,7 @@ class EncoderDecoder(LanguageModel):
         c = self.config
         if positions_BT is None:
             positions_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
-        info = self.call_info(positions_BT, segment_ids_BT, train, decode, cache_size)
+        call = self.make_call(positions_BT, segment_ids_BT, train, decode, cache_size)
         if c.dropout.by_position or self.positions_embed is not None:
             self.check_context(cache_size if decode else tokens_BT.shape[1])
         here_BT = jnp.maximum(positions_BT, 0)
@@ -90,12 +90,12 @@ class EncoderDecoder(LanguageModel):
         if self.positions_embed is not None:
             embedded_BTD = embedded_BTD + self._positions(here_BT, embedded_BTD)
         if self.token_types is not None:
-            info = info.with_tokens(types=self.token_types(tokens_BT, info))
+            call = call.replace(token_places=self.token_types(tokens_BT, call))
         if self.mask_input is not None:
-            info = info.with_tokens(mask_input_BTD=self.mask_input(embedded_BTD, info))
+            call = call.replace(mask_input_BTD=self.mask_input(embedded_BTD, call))
         e_BTD = embedded_BTD
         if self.dropout_embedding is not None:
-            e_BTD = self.dropout_embedding(e_BTD, info)
+            e_BTD = self.dropout_embedding(e_BTD, call)
         next_BT = here_BT + 1 if c.decoder_input_positions else None
         streams, before = (constrain(e_BTD, "batch", "length", "act_embed"),), None
         if c.starts_from_encoder:
@@ -103,8 +103,8 @@ class EncoderDecoder(LanguageModel):
         else:
             streams = self._begin_decoder(*streams, next_BT)
         if self.layers.specs:
-            streams = self.layers(streams, info, before)
-        e_BTD, d_BTD = self.last(streams, info) if self.last else streams
+            streams = self.layers(streams, call, before)
+        e_BTD, d_BTD = self.last(streams, call) if self.last else streams
         compared = c.embedding_loss != "none" and not decode
         if compared and (means.wanted(self) or self.is_initializing()):
             self.loss(embedded_BTD, e_BTD, segment_ids_BT)

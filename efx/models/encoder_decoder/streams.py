@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import means
-from efx.layers.blocks import (
+from efx.layers.block import (
     after_attention,
     apply_dropout,
     make_attention,
@@ -18,7 +18,7 @@ from efx.layers.blocks import (
 )
 from efx.layers.config import AttentionConfig
 from efx.layers.norms import LayerNorm, unit
-from efx.layers.routing.soft_experts import SoftBlock
+from efx.layers.soft_experts import SoftBlock
 from efx.layers.stack import Layer, LayerSpec
 
 # The attentions of a decoder block, in order.
@@ -115,54 +115,55 @@ class DecoderBlock(nn.Module):
         return "self" in ATTENTIONS[self.spec.order][1:]
 
     @nn.compact
-    def __call__(self, d_BTD, info, context=None):
-        """`context` = (tokens [B, S, D], their info, the plan by which d was taken from them): what
+    def __call__(self, d_BTD, call, context=None):
+        """`context` = (tokens [B, S, D], their call, the plan by which d was taken from them): what
         self-attention attends over instead."""
-        infos, contexts = {"self": info, "cross": info}, {"self": context, "cross": info.encoder}
-        if info.decode:
+        calls, contexts = {"self": call, "cross": call}, {"self": context, "cross": call.encoder}
+        if call.decode:
             # Cross-attention keeps keys and values of all tokens. Self-attention, unless it does so
             # too, keeps those of the computed tokens, as they are computed.
-            infos["cross"] = info.with_cache(kv_size=info.encoder[1].cache.size)
-            if info.access == "write":
-                infos["cross"] = infos["cross"].replace(tokens=info.encoder[1].tokens)
-            if not info.cache.kv_size or (self.writes_as_it_goes and info.access == "read"):
-                infos["self"] = info.with_cache(access="both")
+            encoder_call = call.encoder[1] or call
+            calls["cross"] = call.with_cache(kv_size=encoder_call.cache.size)
+            if call.access == "write":
+                calls["cross"] = calls["cross"].replace(positions_BT=encoder_call.positions_BT)
+            if not call.cache.kv_size or (self.writes_as_it_goes and call.access == "read"):
+                calls["self"] = call.with_cache(access="both")
         delta_BTD = jnp.zeros_like(d_BTD)
 
         for kind, block in self.spec.kinds.items():
-            if info.access != "write":
+            if call.access != "write":
                 read_BTD = after_attention(self.config, d_BTD, delta_BTD)
                 if context is not None and self.writes_as_it_goes:
                     # Computed tokens have read the encoder by then, the others are what they were.
                     contexts["self"] = context[2].put(context[0], read_BTD), context[1]
-                y_BTD = self._attend(kind, block, read_BTD, infos[kind], contexts[kind])
+                y_BTD = self._attend(kind, block, read_BTD, calls[kind], contexts[kind])
                 delta_BTD = delta_BTD + y_BTD
-            elif infos[kind].access == "write":
-                self._attend(kind, block, d_BTD, infos[kind], contexts[kind])
-        if info.access == "write":
+            elif calls[kind].access == "write":
+                self._attend(kind, block, d_BTD, calls[kind], contexts[kind])
+        if call.access == "write":
             return None
         if self.config.soft is not None:
             return delta_BTD
         read_BTD = after_attention(self.config, d_BTD, delta_BTD)
-        return delta_BTD + masked_mlp(self, self.config, read_BTD, info)
+        return delta_BTD + masked_mlp(self, self.config, read_BTD, call)
 
-    def _attend(self, kind, block, x_BTD, info, context):
+    def _attend(self, kind, block, x_BTD, call, context):
         """The increment of an attention, or of the channels that have it for themselves."""
         cross = kind == "cross"
         if block.soft is not None:
             norm_context = "norm_encoder" if cross else "norm_attention"
-            return SoftBlock(block, norm_context, name="soft")(x_BTD, info, context)
+            return SoftBlock(block, norm_context, name="soft")(x_BTD, call, context)
         before, after = sublayer_norms(block, "norm_cross" if cross else "norm_attention")
         if context is not None:
             norm_context = sublayer_norms(block, "norm_encoder")[0] if cross else before
             context = norm_context(context[0]), context[1]
         attention = make_attention(block, "cross_attention" if cross else "attention")
-        y_BTD = attention(before(x_BTD), info, context)
-        if info.access == "write":
+        y_BTD = attention(before(x_BTD), call, context)
+        if call.access == "write":
             return None
         y_BTD = after(y_BTD)
         name = "dropout_cross_output" if cross else "dropout_attention_output"
-        return apply_dropout(block, "attention_output", y_BTD, info, name=name)
+        return apply_dropout(block, "attention_output", y_BTD, call, name=name)
 
 
 class Pair(nn.Module):
@@ -172,16 +173,18 @@ class Pair(nn.Module):
     spec: PairSpec
 
     @nn.compact
-    def __call__(self, streams, info):
+    def __call__(self, streams, call):
         e_BTD, *d = streams
         entering_BTD = e_BTD
         for name, spec in self.spec.parts.items():
             layer = Layer(spec, name=name)
             if name == "decoder":
                 read_BTD = entering_BTD if self.spec.parallel else e_BTD
-                d = [layer(d[0], info.replace(encoder=(read_BTD, info)))]
+                # A routed block reads the states of all tokens, which are not only its own.
+                encoder = read_BTD, None if spec.routing is None else call
+                d = [layer(d[0], call.replace(encoder=encoder))]
             else:
-                e_BTD = layer(e_BTD, info)
+                e_BTD = layer(e_BTD, call)
         return (e_BTD, *d)
 
 

@@ -6,7 +6,7 @@ import logging
 from typing import ClassVar, Literal
 
 from efx.errors import UsageError
-from efx.layers import parametrisation
+from efx.layers import mup
 from efx.layers.config import (
     AttentionConfig,
     DenseFormerConfig,
@@ -233,7 +233,7 @@ def _say_padded(context, group_size):
 
 def deviations(c, level):
     """How the weights of a level start: by its own width."""
-    return parametrisation.deviations(c.initialisation, c.init_std, c.mup, c.level_widths[level])
+    return mup.deviations(c.initialisation, c.init_std, c.mup, c.level_widths[level])
 
 
 def level_block(c, level, dtype, dropout, hidden, context):

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from efx.layers import kv_cache
-from efx.layers.info import CallInfo
-from efx.layers.routing import plans
+from efx.layers.call import Call
+from efx.routing import plans
 
 
 @struct.dataclass
@@ -26,9 +26,9 @@ class View:
       plan: while decoding: which of the new tokens of the level before these are; level 0: None.
     """
 
-    inside: CallInfo
-    local: CallInfo
-    whole: CallInfo
+    inside: Call
+    local: Call
+    whole: Call
     documents_BMP: Any = None
     memory_local: Any = None
     memory_global: Any = None
@@ -38,20 +38,20 @@ class View:
     plan: Any = None
 
 
-def views(info, groups, sizes, memory_local, memory_global):
+def views(call, groups, sizes, memory_local, memory_global):
     """[View of each level] of a sequence of whole groups.
 
     Args:
-      info: of the tokens; of padding the document is 0. With documents, positions start again with
+      call: of the tokens; of padding the document is 0. With documents, positions start again with
         each: places in the sequence are counted from the group in which the document starts.
         Memory tokens are of document 1: a row that has them holds no other.
       groups: M. sizes: P_0, P_1...
     """
-    group_size, documents = sizes[0], info.tokens.segment_ids_BT
+    group_size, documents = sizes[0], call.segment_ids_BT
     first_BM = None
     if documents is not None:
         documents = documents.reshape(-1, groups, group_size)
-        start_BT = jnp.arange(groups * group_size)[None] - info.tokens.positions_BT
+        start_BT = jnp.arange(groups * group_size)[None] - call.positions_BT
         first_BM = (start_BT // group_size).reshape(-1, groups, group_size)
     result = []
     for size in sizes:
@@ -64,7 +64,7 @@ def views(info, groups, sizes, memory_local, memory_global):
                 documents_BT = jnp.pad(documents_BMP.reshape(-1, length), before, constant_values=1)
             if skipped_BMP is not None:
                 positions_BT = positions_BT - jnp.pad(skipped_BMP.reshape(-1, length), before)
-            return info.with_tokens(positions_BT=positions_BT, segment_ids_BT=documents_BT)
+            return call.replace(positions_BT=positions_BT, segment_ids_BT=documents_BT)
 
         last = skipped_BMP = None
         if documents is not None:
@@ -76,13 +76,13 @@ def views(info, groups, sizes, memory_local, memory_global):
     return result
 
 
-def decoding_views(info, sizes, memory_local, memory_global):
-    """[View of each level] of new tokens; `info.tokens.positions_BT` are their positions [B, T].
+def decoding_views(call, sizes, memory_local, memory_global):
+    """[View of each level] of new tokens; `call.positions_BT` are their positions [B, T].
 
     Tokens of a call follow each other in their row, so that of T a level of so many places a group
     has a known number at most.
     """
-    group_size, position_BT, plan = sizes[0], info.tokens.positions_BT, None
+    group_size, position_BT, plan = sizes[0], call.positions_BT, None
     length = position_BT.shape[1]
     begins_B1 = jnp.any(position_BT == 0, axis=1, keepdims=True)
     result = []
@@ -98,21 +98,21 @@ def decoding_views(info, sizes, memory_local, memory_global):
 
         def at(position_BT, room, place_BT=place_BT):
             position_BT = jnp.where(place_BT >= 0, position_BT, -1)
-            return info.with_tokens(positions_BT=position_BT).with_cache(size=room)
+            return call.replace(positions_BT=position_BT).with_cache(size=room)
 
         def in_group(position_BT, room, group_BT=group_BT):
-            info = at(position_BT, room).with_cache(grouped=True)
-            return info.with_tokens(segment_ids_BT=kv_cache.ALL_GROUPS + 1 + group_BT)
+            call = at(position_BT, room).with_cache(grouped=True)
+            return call.replace(segment_ids_BT=kv_cache.ALL_GROUPS + 1 + group_BT)
 
         def memory(count, like, group=None):
             if not count:
                 return None
             places_BT = jnp.where(begins_B1, _range(count), -1)
             group_BT = None if group is None else jnp.full(places_BT.shape, group)
-            return like.with_tokens(positions_BT=places_BT, segment_ids_BT=group_BT)
+            return like.replace(positions_BT=places_BT, segment_ids_BT=group_BT)
 
         local = in_group(memory_local + place_BT, memory_local + size)
-        room = memory_global + -(-info.cache.size // group_size) * size
+        room = memory_global + -(-call.cache.size // group_size) * size
         whole = at(memory_global + group_BT * size + place_BT, room)
         result.append(
             View(

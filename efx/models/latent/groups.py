@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx.layers.blocks import (
+from efx.layers.block import (
     after_attention,
     apply_dropout,
     make_attention,
@@ -24,11 +24,11 @@ from efx.layers.blocks import (
     sublayer_norms,
 )
 from efx.layers.config import BlockConfig
+from efx.layers.learned_dropout import make_mask_input
 from efx.layers.linear import Linear, broadcast
-from efx.layers.mask_dropout.modules import make_mask_input
-from efx.layers.routing import plans
 from efx.layers.stack import REMAT_POLICIES, LayerSpec, Stack
 from efx.parameter import parameter
+from efx.routing import plans
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,20 +70,20 @@ class LevelConfig:
 # ---- blocks -------------------------------------------------------------------------------------
 
 
-def if_any(wanted, stack, x_BTD, info):
-    """stack(x, info), or x as it is and no work at all where `wanted`, a bool, is false.
+def if_any(wanted, stack, x_BTD, call):
+    """stack(x, call), or x as it is and no work at all where `wanted`, a bool, is false.
 
     A loop of at most one turn and not a conditional, since XLA copies the caches that a
     conditional returns.
     """
     if stack.is_initializing():
-        return stack(x_BTD, info)
+        return stack(x_BTD, call)
 
     def pending(stack, carry):
         return carry[0]
 
     def once(stack, carry):
-        return jnp.zeros_like(wanted), stack(carry[1], info)
+        return jnp.zeros_like(wanted), stack(carry[1], call)
 
     # The key of a stochastic control too: it draws its places in here.
     return nn.while_loop(
@@ -109,7 +109,7 @@ def memory_tokens(module, name, count, block, std):
     return memory_CD.astype(block.dtype)[None]
 
 
-def with_memory(stack, x_BTD, memory_BCD, info, memory_info=None, begins=None):
+def with_memory(stack, x_BTD, memory_BCD, call, memory_call=None, begins=None):
     """(x, memory) after a stack over memory tokens and then x.
 
     Memory comes first and attention is causal, so it never depends on x: while decoding it passes
@@ -118,27 +118,27 @@ def with_memory(stack, x_BTD, memory_BCD, info, memory_info=None, begins=None):
     """
     if memory_BCD is not None:
         memory_BCD = broadcast(memory_BCD, (x_BTD.shape[0], *memory_BCD.shape[1:]))
-    if info.decode:
+    if call.decode:
         if memory_BCD is not None:
-            memory_BCD = if_any(begins, stack, memory_BCD, memory_info)
-        return if_any(jnp.any(info.tokens.positions_BT >= 0), stack, x_BTD, info), memory_BCD
+            memory_BCD = if_any(begins, stack, memory_BCD, memory_call)
+        return if_any(jnp.any(call.positions_BT >= 0), stack, x_BTD, call), memory_BCD
     if memory_BCD is None:
-        return stack(x_BTD, info), None
-    both_BTD = stack(jnp.concatenate([memory_BCD, x_BTD], axis=1), info)
+        return stack(x_BTD, call), None
+    both_BTD = stack(jnp.concatenate([memory_BCD, x_BTD], axis=1), call)
     count = memory_BCD.shape[1]
     return both_BTD[:, count:], both_BTD[:, :count]
 
 
-def with_mask_input(mask_input, x_BTD, memory_BCD, info, memory_info, begins):
-    """(info, memory_info) with what masks read, made by this module of what enters the blocks."""
+def with_mask_input(mask_input, x_BTD, memory_BCD, call, memory_call, begins):
+    """(call, memory_call) with what masks read, made by this module of what enters the blocks."""
     if mask_input is None:
-        return info, memory_info
-    x_BTD, memory_BCD = with_memory(mask_input, x_BTD, memory_BCD, info, memory_info, begins)
-    if memory_BCD is not None and info.decode:
-        memory_info = memory_info.with_tokens(mask_input_BTD=memory_BCD)
+        return call, memory_call
+    x_BTD, memory_BCD = with_memory(mask_input, x_BTD, memory_BCD, call, memory_call, begins)
+    if memory_BCD is not None and call.decode:
+        memory_call = memory_call.replace(mask_input_BTD=memory_BCD)
     elif memory_BCD is not None:
         x_BTD = jnp.concatenate([memory_BCD, x_BTD], axis=1)
-    return info.with_tokens(mask_input_BTD=x_BTD), memory_info
+    return call.replace(mask_input_BTD=x_BTD), memory_call
 
 
 class LevelBlocks(nn.Module):
@@ -164,22 +164,22 @@ class LevelBlocks(nn.Module):
                 return x
             return x.reshape(-1, shape[2] if kind == "local" else shape[1] * shape[2], shape[3])
 
-        memory, infos = {}, {}
+        memory, calls = {}, {}
         for kind in dict(c.runs):
-            block, count, info, memory_info = kinds[kind]
+            block, count, call, memory_call = kinds[kind]
             memory[kind] = memory_tokens(self, f"memory_{kind}", count, block, c.std_table)
-            infos[kind] = with_mask_input(
+            calls[kind] = with_mask_input(
                 make_mask_input(block, f"mask_input_{kind}"),
                 rows(kind),
                 memory[kind],
-                info,
-                memory_info,
+                call,
+                memory_call,
                 view.begins,
             )
         for i, (kind, count) in enumerate(c.runs):
             stack = Stack((LayerSpec(kinds[kind][0]),) * count, False, m.remat, name=f"{kind}_{i}")
             x_BTD, memory[kind] = with_memory(
-                stack, rows(kind), memory[kind], *infos[kind], view.begins
+                stack, rows(kind), memory[kind], *calls[kind], view.begins
             )
             x = x_BTD.reshape(shape)
         return x
@@ -190,7 +190,7 @@ class LevelBlocks(nn.Module):
 
 class Compress(nn.Module):
     """[B*M, P_{i-1}, D_{i-1}] -> [B*M, P_i, D_i] (decoding: [B, C, D_{i-1}] of the new tokens that
-    level i - 1 has, to those that level i has: `plan`). `info` is of the former, `kept_info` of the
+    level i - 1 has, to those that level i has: `plan`). `call` is of the former, `kept_call` of the
     latter.
 
     The first block is h = x W + Attention(norm x), then h + MLP(norm h), or as `BlockKind` says
@@ -203,7 +203,7 @@ class Compress(nn.Module):
     config: LevelConfig
 
     @nn.compact
-    def __call__(self, x_BTD, info, kept_info, plan=None):
+    def __call__(self, x_BTD, call, kept_call, plan=None):
         c, b = self.config, self.config.block
         first = c.inner - c.places
 
@@ -215,24 +215,24 @@ class Compress(nn.Module):
         n_BTD = before(x_BTD)
         if c.model.compression == "perceiver":
             # Queries stand where the places that they read do.
-            place_BT = kept_info.tokens.positions_BT
+            place_BT = kept_call.positions_BT
             place_BT = jnp.where(place_BT >= 0, first + place_BT, -1)
-            queries_info = kept_info.with_tokens(positions_BT=place_BT)
-            a_BTD = attention(kept(n_BTD), queries_info, (n_BTD, info))
-            x_BTD, info = kept(x_BTD), kept_info
+            queries_call = kept_call.replace(positions_BT=place_BT)
+            a_BTD = attention(kept(n_BTD), queries_call, (n_BTD, call))
+            x_BTD, call = kept(x_BTD), kept_call
         else:
-            a_BTD = attention(n_BTD, info)
+            a_BTD = attention(n_BTD, call)
         h_BTD = _wider(b, c.inner_width, "residual")(x_BTD)
         mask_input = make_mask_input(b, "mask_input")
-        info, _ = with_mask_input(mask_input, h_BTD, None, info, None, None)
-        a_BTD = apply_dropout(b, "attention_output", after(a_BTD), info)
-        m_BTD = masked_mlp(self, b, after_attention(b, h_BTD, a_BTD), info)
+        call, _ = with_mask_input(mask_input, h_BTD, None, call, None, None)
+        a_BTD = apply_dropout(b, "attention_output", after(a_BTD), call)
+        m_BTD = masked_mlp(self, b, after_attention(b, h_BTD, a_BTD), call)
         h_BTD = h_BTD + a_BTD + m_BTD
         if c.model.compression == "perceiver":
             return h_BTD
         more_blocks = (LayerSpec(b),) * (c.model.compression_blocks - 1)
         if more_blocks:
-            h_BTD = Stack(more_blocks, False, c.model.remat, name="blocks")(h_BTD, info)
+            h_BTD = Stack(more_blocks, False, c.model.remat, name="blocks")(h_BTD, call)
         return kept(h_BTD)
 
 
@@ -392,11 +392,11 @@ class DecoderLevel(nn.Module):
                 q = make_norm(b, "norm_queries")(q)
                 read, changes = make_norm(b, "norm_latents")(read), {}
             attention = make_attention(b, "attention", **changes)
-            a, info = attention(q, view.inside, (read, view.inside)), view.inside
+            a, call = attention(q, view.inside, (read, None)), view.inside
             if b.dropout.active("attention_output"):
                 mask_input = make_mask_input(b, "mask_input")
-                info, _ = with_mask_input(mask_input, inside(x), None, info, None, None)
-            a = apply_dropout(b, "attention_output", a, info)
+                call, _ = with_mask_input(mask_input, inside(x), None, call, None, None)
+            a = apply_dropout(b, "attention_output", a, call)
             x = x + a.reshape(x.shape)
         x = LevelBlocks(c, name="blocks")(x, view)
         return x if before else self._join(x, skip)

@@ -29,10 +29,9 @@ from flax import linen as nn
 
 from efx import means
 from efx.errors import UsageError
-from efx.layers import norms, stack_specs
+from efx.layers import learned_dropout, norms, stack_specs
 from efx.layers.dropout import StandardDropout
 from efx.layers.linear import Embedding, broadcast
-from efx.layers.mask_dropout import modules as learned_dropout
 from efx.layers.stack import Stack
 from efx.models.language_model import LanguageModel
 from efx.models.latent import config, group_views, groups, ledger, times
@@ -94,14 +93,14 @@ class Latent(LanguageModel):
         """
         if self.config.dropout.by_position or self.config.positions == "absolute":
             self.check_context(cache_size if decode else tokens_BT.shape[1])
-        info = self.call_info(positions_BT, segment_ids_BT, train, decode, cache_size)
+        call = self.make_call(positions_BT, segment_ids_BT, train, decode, cache_size)
         if decode:
-            return self._decode(tokens_BT, info)
-        return self._forward(tokens_BT, info)
+            return self._decode(tokens_BT, call)
+        return self._forward(tokens_BT, call)
 
-    def _forward(self, tokens_BT, info):
+    def _forward(self, tokens_BT, call):
         c, (batch, length) = self.config, tokens_BT.shape
-        info = _check_documents(self, info, length)
+        call = _check_documents(self, call, length)
         count = -(-length // c.group_size)
         padding = count * c.group_size - length
 
@@ -109,29 +108,27 @@ class Latent(LanguageModel):
             # Padding comes last, so nothing that counts can depend on it.
             return None if y_BT is None else jnp.pad(y_BT, ((0, 0), (0, padding)))
 
-        positions_BT, documents_BT = info.tokens.positions_BT, info.tokens.segment_ids_BT
+        positions_BT, documents_BT = call.positions_BT, call.segment_ids_BT
         if positions_BT is None:
             positions_BT = jnp.arange(length, dtype=jnp.int32)[None]
         if documents_BT is None and padding:  # padding takes no room in routed blocks, and no mean
             documents_BT = jnp.ones(tokens_BT.shape, jnp.int32)
         positions_BT = whole_groups(positions_BT)
-        info = info.with_tokens(
-            positions_BT=positions_BT, segment_ids_BT=whole_groups(documents_BT)
-        )
-        views = group_views.views(info, count, c.sizes, c.memory_local, c.memory_global)
+        call = call.replace(positions_BT=positions_BT, segment_ids_BT=whole_groups(documents_BT))
+        views = group_views.views(call, count, c.sizes, c.memory_local, c.memory_global)
         x_BTD = self.embed(whole_groups(tokens_BT))
         x = x_BTD.reshape(batch, count, c.group_size, -1)
         x = self._enter(x, views[0], length, positions_BT.reshape(-1, count, c.group_size))
-        stack_info = views[-1].whole
+        stack_call = views[-1].whole
 
         def stack(x):
             x_BTD = x.reshape(batch, -1, c.width)
             if self.memory is not None:
                 x_BTD = jnp.concatenate([self.memory(batch), x_BTD], axis=1)
-            x_BTD, entered = self._enter_stack(x_BTD, stack_info)
+            x_BTD, entered = self._enter_stack(x_BTD, stack_call)
             x_BTD = self.layers(x_BTD, entered)[:, c.memory_global :]
             if c.latent_loss.kind != "none" and (means.wanted(self) or self.is_initializing()):
-                segments_BT = stack_info.tokens.segment_ids_BT
+                segments_BT = stack_call.segment_ids_BT
                 real_BT = None if segments_BT is None else segments_BT[:, c.memory_global :]
                 self.prediction(x_BTD, real_BT)
             # Laid out anew without the memory: of a part of a row that is laid out with it, XLA for
@@ -141,11 +138,11 @@ class Latent(LanguageModel):
         x = self._levels(x, views, stack)
         return self.norm_final(x.reshape(batch, -1, x.shape[-1])[:, :length])
 
-    def _decode(self, tokens_BT, info):
+    def _decode(self, tokens_BT, call):
         c = self.config
-        views = group_views.decoding_views(info, c.sizes, c.memory_local, c.memory_global)
+        views = group_views.decoding_views(call, c.sizes, c.memory_local, c.memory_global)
         x_BTD = self.embed(tokens_BT)
-        x_BTD = self._enter(x_BTD, views[0], tokens_BT.shape[1], info.tokens.positions_BT)
+        x_BTD = self._enter(x_BTD, views[0], tokens_BT.shape[1], call.positions_BT)
 
         def stack(x_BTD):
             view = views[-1]
@@ -165,7 +162,7 @@ class Latent(LanguageModel):
             x = x + broadcast(self.positions_embed[0](jnp.maximum(positions, 0)), x.shape)
         elif self.positions_embed:
             x = x + self._positions(0)(view.place_BT, x)
-        if self.config.embedding_noise and view.inside.mode.train:
+        if self.config.embedding_noise and view.inside.train:
             # Jain et al. 2023, arXiv 2310.05914, section 3.
             bound = self.config.embedding_noise / (length * x.shape[-1]) ** 0.5
             noise = jax.random.uniform(self.make_rng("dropout"), x.shape, x.dtype, -bound, bound)
@@ -174,13 +171,13 @@ class Latent(LanguageModel):
             x = self.token_dropout(x, view.inside)
         return constrain(x, "batch", *("length", None)[: x.ndim - 2], "act_embed")
 
-    def _enter_stack(self, x_BTD, info):
-        """(x, info) of the first layer: learned dropout takes the latents for the embedding."""
+    def _enter_stack(self, x_BTD, call):
+        """(x, call) of the first layer: learned dropout takes the latents for the embedding."""
         if self.mask_input is not None:
-            info = info.with_tokens(mask_input_BTD=self.mask_input(x_BTD, info))
+            call = call.replace(mask_input_BTD=self.mask_input(x_BTD, call))
         if self.dropout_embedding is not None:
-            x_BTD = self.dropout_embedding(x_BTD, info)
-        return constrain(x_BTD, "batch", "length", "act_embed"), info
+            x_BTD = self.dropout_embedding(x_BTD, call)
+        return constrain(x_BTD, "batch", "length", "act_embed"), call
 
     def _levels(self, x, views, stack):
         """Level 0 to level 0, down through the encoder, the stack and up through the decoder."""
@@ -260,16 +257,16 @@ class LatentMemory(nn.Module):
         return broadcast(memory_BCD, (batch, *memory_BCD.shape[1:]))
 
 
-def _check_documents(model, info, length):
-    """The info with positions where it has documents; what cannot be computed is refused."""
-    if info.tokens.segment_ids_BT is None:
-        if info.tokens.positions_BT is not None:
+def _check_documents(model, call, length):
+    """The call with positions where it has documents; what cannot be computed is refused."""
+    if call.segment_ids_BT is None:
+        if call.positions_BT is not None:
             raise UsageError(
                 "positions_BT without segment_ids_BT: the latent family derives positions "
                 "from the index in the row; leave positions_BT out, or pass segment_ids_BT too"
             )
-        return info
+        return call
     model.check_packing()
-    if info.tokens.positions_BT is None:
-        info = info.with_tokens(positions_BT=jnp.arange(length, dtype=jnp.int32)[None])
-    return info.full(info.tokens.segment_ids_BT.shape[0])
+    if call.positions_BT is None:
+        call = call.replace(positions_BT=jnp.arange(length, dtype=jnp.int32)[None])
+    return call.for_rows(call.segment_ids_BT.shape[0])

@@ -34,7 +34,7 @@ from efx.layers.mask_dropout.functions import (
     sharpened,
     statistics,
 )
-from efx.layers.report import asked, sow_choice
+from efx.layers.report import choices_requested, sow_choice
 from efx.parameter import parameter
 from efx.sharding import constrain
 
@@ -59,16 +59,16 @@ def _sow(module, sums):
             means.sow(module, collection, name, means.Mean(value, count))
 
 
-def _report(module, m_BTD, applied_BTD, info):
-    if not info.decode:
-        valid_BT1 = info.tokens.valid(m_BTD.shape[0])[..., None]
+def _report(module, m_BTD, applied_BTD, call):
+    if not call.decode:
+        valid_BT1 = call.real(m_BTD.shape[0])[..., None]
         if means.wanted(module):
             _sow(module, _sums(m_BTD, applied_BTD, valid_BT1))
         _sow_mask(module, [(applied_BTD, valid_BT1)])
-        if asked(module):
+        if choices_requested(module):
             kept_BTD = (applied_BTD >= 0.5).astype(jnp.float32)
-            sow_choice(module, "kept", jnp.mean(kept_BTD, axis=-1), info)
-            sow_choice(module, "mask", jnp.mean(applied_BTD, axis=-1), info)
+            sow_choice(module, "kept", jnp.mean(kept_BTD, axis=-1), call)
+            sow_choice(module, "mask", jnp.mean(applied_BTD, axis=-1), call)
 
 
 def _masks_wanted(module):
@@ -119,11 +119,11 @@ class ElementwiseMask(nn.Module):
     config: ElementwiseConfig
 
     @nn.compact
-    def __call__(self, x_BTD, info):
+    def __call__(self, x_BTD, call):
         width = x_BTD.shape[-1]
         a_D, b_D = _frequency_and_phase(self, self.config, ("norm",), width)
         m_BTD, applied_BTD = _elementwise(self.config, x_BTD, a_D[None, None], b_D[None, None])
-        _report(self, m_BTD, applied_BTD, info)
+        _report(self, m_BTD, applied_BTD, call)
         return (x_BTD.astype(jnp.float32) * applied_BTD).astype(x_BTD.dtype)
 
 
@@ -139,10 +139,10 @@ class ElementwiseProbsMask(nn.Module):
     context: int
 
     @nn.compact
-    def probs_fn(self, info, k_positions_BS):
+    def probs_fn(self, call, k_positions_BS):
         a_S, b_S = _frequency_and_phase(self, self.config, ("position",), self.context)
-        wanted, masks = means.wanted(self), asked(self) or _masks_wanted(self)
-        return _ProbsFn(self.config, a_S, b_S, info, k_positions_BS, wanted, masks)
+        wanted, masks = means.wanted(self), choices_requested(self) or _masks_wanted(self)
+        return _ProbsFn(self.config, a_S, b_S, call, k_positions_BS, wanted, masks)
 
     @nn.nowrap
     def report(self, probs_fn):
@@ -158,10 +158,10 @@ class ElementwiseProbsMask(nn.Module):
         ]
         if masks:
             _sow_mask(self, masks)
-        if asked(self) and masks:
+        if choices_requested(self) and masks:
             for name, of in (("kept", lambda applied: applied >= 0.5), ("mask", lambda m: m)):
                 shares = [_share(of(applied), counted) for applied, counted in masks]
-                sow_choice(self, name, jnp.concatenate(shares, axis=1), probs_fn.info)
+                sow_choice(self, name, jnp.concatenate(shares, axis=1), probs_fn.call)
 
 
 def _share(values_BKGTS, counted_BKGTS):
@@ -175,11 +175,11 @@ class _ProbsFn(ProbsFn):
     """Masks probabilities. What it returns beside them is a pair: the sums of what is to be
     reported, if `wanted`, and the masks themselves with what counts of them, if `masks`."""
 
-    def __init__(self, config, a_S, b_S, info, k_positions_BS, wanted, masks):
+    def __init__(self, config, a_S, b_S, call, k_positions_BS, wanted, masks):
         super().__init__()
         place_BS = jnp.clip(k_positions_BS, 0, a_S.shape[0] - 1)
-        self.a_BS, self.b_BS, self.config, self.info = a_S[place_BS], b_S[place_BS], config, info
-        self.wanted, self.masks = wanted and not info.decode, masks and not info.decode
+        self.a_BS, self.b_BS, self.config, self.call = a_S[place_BS], b_S[place_BS], config, call
+        self.wanted, self.masks = wanted and not call.decode, masks and not call.decode
 
     def __call__(self, probs_BKGTS, q_start, k_start, allowed_BTS):
         batch, *_, queries, keys = probs_BKGTS.shape
@@ -190,7 +190,7 @@ class _ProbsFn(ProbsFn):
         m_BKGTS, applied_BKGTS = _elementwise(self.config, probs_BKGTS, a, b)
         sums = masks = ()
         if self.wanted or self.masks:
-            valid_BT = self.info.tokens.valid(batch)
+            valid_BT = self.call.real(batch)
             valid_BT = jax.lax.dynamic_slice_in_dim(valid_BT, q_start, queries, axis=1)
             counted_BKGTS = (allowed_BTS & valid_BT[..., None])[:, None, None]
             if self.wanted:
@@ -216,7 +216,7 @@ class MaskAttention(nn.Module):
     dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, x_BTD, info):
+    def __call__(self, x_BTD, call):
         batch, length, width = x_BTD.shape
         head_dim = width // self.num_heads
         x_ND = x_BTD.astype(self.dtype).reshape(batch * length, width)
@@ -231,20 +231,20 @@ class MaskAttention(nn.Module):
 
         q_BTNH, k_BTNH, v_BTNH = heads("query"), heads("key"), heads("value")
         options = dict(scale=1.0 / head_dim if self.mup else head_dim**-0.5, window=self.window)
-        if info.decode:
+        if call.decode:
             # "read" is said to a block whose keys all tokens have written; these masks see only
             # the tokens that are routed, and write theirs here.
-            info = info.with_cache(access="both", kv_size=0)
-            u_BTNH = attend_cached(self, q_BTNH, k_BTNH, v_BTNH, info, info, None, options)
+            call = call.with_cache(access="both", kv_size=0)
+            u_BTNH = attend_cached(self, q_BTNH, k_BTNH, v_BTNH, call, call, None, options)
         else:
             u_BTNH = attend(
                 q_BTNH,
                 k_BTNH,
                 v_BTNH,
                 chunk=self.chunk,
-                positions_BT=info.tokens.positions_BT,
-                segment_ids_BT=info.tokens.segment_ids_BT,
-                gaps=info.tokens.gaps,
+                positions_BT=call.positions_BT,
+                segment_ids_BT=call.segment_ids_BT,
+                gaps=call.has_gaps,
                 kernel=self.kernel,
                 **options,
             )
@@ -272,10 +272,10 @@ class MaskInput(nn.Module):
     attention: MaskAttention
 
     @nn.compact
-    def __call__(self, embedded_BTD, info):
+    def __call__(self, embedded_BTD, call):
         if self.config.detach:
             embedded_BTD = jax.lax.stop_gradient(embedded_BTD)
-        x_BTD = self.attention(embedded_BTD, info)
+        x_BTD = self.attention(embedded_BTD, call)
         if self.config.input == "embedding":
             x_BTD = _mask_linear(self, x_BTD, x_BTD.shape[-1], self.attention)
         return constrain(x_BTD, "batch", "length", "act_embed")
@@ -284,7 +284,7 @@ class MaskInput(nn.Module):
 class AttentionMask(nn.Module):
     """x [B, T, D] -> x * m, m = 0.5 cos(u + b) + 0.5 rounded as configured, b [D].
 
-    u is `attention` of x or, with input "embedding", of E' (`info.tokens.mask_input_BTD`); with
+    u is `attention` of x or, with input "embedding", of E' (`call.mask_input_BTD`); with
     "embedding_linear" a linear layer of the latter. With granularity "token" a linear layer makes
     one u of every token, and there is one b.
 
@@ -295,36 +295,36 @@ class AttentionMask(nn.Module):
     config: MaskAttentionConfig
     attention: MaskAttention
 
-    def __call__(self, x_BTD, info):
-        applied_BTD = self.mask(x_BTD, info)
+    def __call__(self, x_BTD, call):
+        applied_BTD = self.mask(x_BTD, call)
         return (x_BTD.astype(jnp.float32) * applied_BTD).astype(x_BTD.dtype)
 
     @nn.compact
-    def mask(self, x_BTD, info):
+    def mask(self, x_BTD, call):
         """What multiplies x: float32 [B, T, D] or [B, T, 1]. With an input of the embedding it does
         not depend on x."""
         c = self.config
-        u_BTD = self.angle(x_BTD, info)
+        u_BTD = self.angle(x_BTD, call)
         out = u_BTD.shape[-1]
         shift = nn.initializers.constant(c.shift_init)
         b_D = _param(self, "mask_shift", shift, ("norm",), out)
         m_BTD = cosine_mask(u_BTD.astype(jnp.float32) + b_D[None, None])
         uniform = None
-        if c.rounding == "stochastic" and info.mode.train:
+        if c.rounding == "stochastic" and call.train:
             uniform = jax.random.uniform(self.make_rng("dropout"), m_BTD.shape, jnp.float32)
         applied_BTD = rounded(m_BTD, c.rounding, uniform, c.sigmoid_scale)
-        _report(self, m_BTD, applied_BTD, info)
+        _report(self, m_BTD, applied_BTD, call)
         return applied_BTD
 
-    def angle(self, x_BTD, info):
+    def angle(self, x_BTD, call):
         """u: float32 or the model's type, [B, T, D] or [B, T, 1]."""
         c = self.config
         if c.input == "hidden":
-            u_BTD = self.attention(jax.lax.stop_gradient(x_BTD) if c.detach else x_BTD, info)
+            u_BTD = self.attention(jax.lax.stop_gradient(x_BTD) if c.detach else x_BTD, call)
         elif c.input == "embedding":
-            u_BTD = self.attention(info.tokens.mask_input_BTD, info)
+            u_BTD = self.attention(call.mask_input_BTD, call)
         else:
-            u_BTD = info.tokens.mask_input_BTD
+            u_BTD = call.mask_input_BTD
         features = 1 if c.granularity == "token" else x_BTD.shape[-1]
         if c.input == "embedding_linear" or features == 1:
             u_BTD = _mask_linear(self, u_BTD, features, self.attention)

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx.layers.attention import Attention
-from efx.layers.blocks import after_attention, apply_dropout, make_attention, sublayer_norms
+from efx.layers.block import after_attention, apply_dropout, make_attention, sublayer_norms
 from efx.layers.config import BlockConfig
 from efx.layers.linear import broadcast, projection
 from efx.layers.mlp import activate
-from efx.layers.routing.moe import ExpertLinear, Experts
+from efx.layers.moe import ExpertLinear, Experts
 from efx.parameter import parameter
 from efx.sharding import constrain, exchange
 
@@ -189,22 +189,22 @@ class SoftBlock(nn.Module):
     writes_as_it_goes: ClassVar[bool] = False
 
     @nn.compact
-    def __call__(self, x_BTD, info, context=None):
-        """`context` = (tokens [B, S, D], their info, ...): attend over these instead of over x."""
+    def __call__(self, x_BTD, call, context=None):
+        """`context` = (tokens [B, S, D], their call, ...): attend over these instead of over x."""
         c = self.config
         before, after = sublayer_norms(c, "norm_attention")
         if context is not None:
             shared = self.norm_context == "norm_attention"
             norm_context = before if shared else sublayer_norms(c, self.norm_context)[0]
             context = norm_context(context[0]), context[1]
-        a_XBTD = _attention(c)(before(x_BTD), info, context)
-        if info.access == "write":
+        a_XBTD = _attention(c)(before(x_BTD), call, context)
+        if call.access == "write":
             return None
-        a_XBTD = _dropout(c, "attention_output", after(a_XBTD), info)
+        a_XBTD = _dropout(c, "attention_output", after(a_XBTD), call)
         h_XBTD = after_attention(c, broadcast(x_BTD, a_XBTD.shape), a_XBTD)
         before, after = sublayer_norms(c, "norm_mlp")
         m_XBTD = after(SoftMLP(c, name="mlp")(before(constrain(h_XBTD, *BY_CHANNEL))))
-        m_XBTD = _dropout(c, "mlp_output", m_XBTD, info)
+        m_XBTD = _dropout(c, "mlp_output", m_XBTD, call)
         return merge(c.soft.merge, exchange(a_XBTD + m_XBTD, BY_CHANNEL, BY_ROW))
 
 
@@ -223,13 +223,13 @@ def _attention(c):
     )
 
 
-def _dropout(c, site, x_XBTD, info):
+def _dropout(c, site, x_XBTD, call):
     """Each channel has a learned mask of its own."""
     if not c.dropout.learned or not c.dropout.active(site):
-        return apply_dropout(c, site, x_XBTD, info)
+        return apply_dropout(c, site, x_XBTD, call)
     return jnp.stack(
         [
-            apply_dropout(c, site, x_BTD, info, name=f"dropout_{site}_{i}")
+            apply_dropout(c, site, x_BTD, call, name=f"dropout_{site}_{i}")
             for i, x_BTD in enumerate(x_XBTD)
         ]
     )

@@ -15,10 +15,10 @@ from efx import means, sharding
 from efx.layers import kv_cache
 from efx.layers.config import DepthRoutingConfig
 from efx.layers.linear import onto
-from efx.layers.report import asked, sow_choice
-from efx.layers.routing import controls, decisions, plans, quantiles
-from efx.layers.routing.moe import ROUTER_STD
+from efx.layers.moe import ROUTER_STD
+from efx.layers.report import choices_requested, sow_choice
 from efx.parameter import parameter
+from efx.routing import controls, decisions, plans, quantiles
 
 GATES = {
     "identity": lambda r: r,  # the paper's equation 1
@@ -38,12 +38,12 @@ class DepthRouted(nn.Module):
     into `quantiles.COLLECTION`; of a control that is drawn once, it holds the seed.
 
     Attributes:
-      make_block: constructor of the block, a module (x, info, context=None) -> increment. With
+      make_block: constructor of the block, a module (x, call, context=None) -> increment. With
         `writes_as_it_goes`, what it keeps of a token that it computes is not made of x alone.
       capacity: share of the sequence that is routed.
       make_skip_mlp: constructor of the skip MLP, a module x -> increment, or None.
       shared: the block itself instead, where it belongs to a module outside and is used elsewhere.
-      survivors: share of the sequence that may be routed, see `Tokens.alive_BT`.
+      survivors: share of the sequence that may be routed, see `Tokens.selectable_BT`.
     """
 
     make_block: Callable | None
@@ -85,24 +85,24 @@ class DepthRouted(nn.Module):
         if self.make_skip_mlp is not None:
             self.skip_mlp = self.make_skip_mlp()
 
-    def __call__(self, x_BTD, info):
-        return self.route(x_BTD, info)[0]
+    def __call__(self, x_BTD, call):
+        return self.route(x_BTD, call)[0]
 
-    def route(self, x_BTD, info):
+    def route(self, x_BTD, call):
         """(x as described above, bool [B, T]: the tokens that were routed)."""
-        info, score_BT = info.full(x_BTD.shape[0]), self.scores(x_BTD)
-        if info.decode:
-            return self._decode(x_BTD, score_BT, info)
-        decision = self._decide(x_BTD, score_BT, info)
-        self._report(x_BTD, decision, info)
-        context = (x_BTD, info, decision.plan) if self.config.kv_for_skipped else None
+        call, score_BT = call.for_rows(x_BTD.shape[0]), self.scores(x_BTD)
+        if call.decode:
+            return self._decode(x_BTD, score_BT, call)
+        decision = self._decide(x_BTD, score_BT, call)
+        self._report(x_BTD, decision, call)
+        context = (x_BTD, call, decision.plan) if self.config.kv_for_skipped else None
         run_BT = plans.selected(decision.plan, x_BTD.shape[1])
         start_BTD = self._add_skip_mlp(x_BTD, ~run_BT)
-        routed_info = decision.plan.info(info, decision.budget)
+        routed_call = decision.plan.call(call, decision.budget)
         gate_BT = self._gate(score_BT)
-        self._report_choices(decision, run_BT, gate_BT, info)
+        self._report_choices(decision, run_BT, gate_BT, call)
         return _apply(
-            self.block, decision.plan, start_BTD, x_BTD, gate_BT, routed_info, context
+            self.block, decision.plan, start_BTD, x_BTD, gate_BT, routed_call, context
         ), run_BT
 
     # ---- deciding ----
@@ -115,17 +115,17 @@ class DepthRouted(nn.Module):
         self.sow("intermediates", "router_logits", score_BT)
         return score_BT
 
-    def _decide(self, x_BTD, score_BT, info):
+    def _decide(self, x_BTD, score_BT, call):
         """The `Decision` about a whole sequence."""
-        c, (batch, length, _), documents = self.config, x_BTD.shape, info.tokens.documents()
-        valid_BT, room = _valid(info.tokens), c.budget(self.capacity, length, documents)
+        c, (batch, length, _), documents = self.config, x_BTD.shape, call.documents()
+        valid_BT, room = _valid(call), c.budget(self.capacity, length, documents)
         if c.control:
             if c.train_selection == controls.STOCHASTIC:
                 # Of all places, padding's too: where a row ends is not known while decoding.
                 drawn = room.top(controls.noise(self, batch, length))
                 chosen_BT = plans.selected(drawn, length)
             else:
-                chosen_BT = jnp.broadcast_to(self._by_token(info), (batch, length))
+                chosen_BT = jnp.broadcast_to(self._by_token(call), (batch, length))
             wanted_BT = _both(chosen_BT, valid_BT)
             return decisions.Decision(
                 room.first(wanted_BT), room, room, {c.train_selection: wanted_BT}
@@ -134,26 +134,26 @@ class DepthRouted(nn.Module):
         top = ahead.top(jax.lax.stop_gradient(score_BT), valid_BT)
         logit_BT = {name: self._logit(name, x_BTD, score_BT) for name in c.trained}
         wanted_BT = {name: _both(logit > 0, valid_BT) for name, logit in logit_BT.items()}
-        if not info.mode.looks_ahead:
-            plan, budget = room.first(wanted_BT[self._deciding(info)]), room
-        elif info.mode.selection == "train" and c.train_selection == "threshold":
+        if not call.looks_ahead:
+            plan, budget = room.first(wanted_BT[self._deciding(call)]), room
+        elif call.selection == "train" and c.train_selection == "threshold":
             warm = self.quantile_steps.value >= c.threshold_warmup
             by_threshold_BT = jnp.where(warm, wanted_BT["threshold"], plans.selected(top, length))
             plan, budget = room.first(by_threshold_BT), room
         else:
             plan, budget = top, ahead
-        if "threshold" in c.trained and info.mode.train and not self.is_initializing():
+        if "threshold" in c.trained and call.train and not self.is_initializing():
             self._say_scores(jax.lax.stop_gradient(score_BT), valid_BT)
         return decisions.Decision(plan, budget, room, wanted_BT, logit_BT, top)
 
-    def _deciding(self, info):
+    def _deciding(self, call):
         """The name of the decision that a sampler takes."""
-        name = info.mode.selection
-        return self.config.causal if name == "causal" or info.mode.looks_ahead else name
+        name = call.selection
+        return self.config.causal if name == "causal" or call.looks_ahead else name
 
-    def _by_token(self, info):
+    def _by_token(self, call):
         choose = controls.BY_TOKEN[self.config.train_selection]
-        return choose(info.tokens, self.seed.value, self.capacity)
+        return choose(call, self.seed.value, self.capacity)
 
     def _logit(self, name, x_BTD, score_BT):
         """What a decision compares with 0."""
@@ -184,12 +184,12 @@ class DepthRouted(nn.Module):
 
     # ---- reporting ----
 
-    def _report(self, x_BTD, decision, info):
+    def _report(self, x_BTD, decision, call):
         """Losses and diagnostics of every trained decision. Targets are one-hot per row: row b's
         come from row b alone. The sampling decision's go by "router", the others' by their name."""
         if not means.wanted(self):
             return
-        c, valid_BT, real_BT = self.config, _valid(info.tokens), _real(info.tokens)
+        c, valid_BT, real_BT = self.config, _valid(call), _real(call)
         for name, wanted_BT in decision.wanted_BT.items():
             run_BT = decision.room.fits(wanted_BT)
             if c.control:
@@ -207,26 +207,26 @@ class DepthRouted(nn.Module):
                 loss = decisions.cross_entropy(logit_BT, target_BT, valid_BT)
                 means.sow(self, "losses", decisions.LOSSES[name], loss)
 
-    def _report_choices(self, decision, run_BT, gate_BT, info):
+    def _report_choices(self, decision, run_BT, gate_BT, call):
         """Of each token: `routed`, whether it is computed; `wanted`, whether the decision would,
         had it room; of learned ones `score`, what the causal decision compares with 0, and
         `gate`, the factor on the increment of a token that is computed, 0 for the others."""
-        if not asked(self):
+        if not choices_requested(self):
             return
-        sow_choice(self, "routed", run_BT, info)
+        sow_choice(self, "routed", run_BT, call)
         if self.config.control:
             (wanted_BT,) = decision.wanted_BT.values()
         else:
-            name = self._deciding(info)
+            name = self._deciding(call)
             wanted_BT = decision.wanted_BT[name]
-            sow_choice(self, "score", decision.logit_BT[name], info)
-            sow_choice(self, "gate", jnp.where(run_BT, gate_BT, 0.0), info)
-        sow_choice(self, "wanted", wanted_BT, info)
+            sow_choice(self, "score", decision.logit_BT[name], call)
+            sow_choice(self, "gate", jnp.where(run_BT, gate_BT, 0.0), call)
+        sow_choice(self, "wanted", wanted_BT, call)
 
     # ---- decoding ----
 
     @nn.compact
-    def _decode(self, x_BTD, score_BT, info):
+    def _decode(self, x_BTD, score_BT, call):
         """One or more new tokens for each row, against a cache that holds routed tokens only.
 
         Those that are routed are computed as many at a time as the causal decision has room for in
@@ -235,47 +235,47 @@ class DepthRouted(nn.Module):
         that of one token after the other.
         """
         c = self.config
-        room = c.room(self.capacity, info.cache.size)
-        valid_BT = info.tokens.positions_BT >= 0
-        wanted_BT = _both(self._wanted(x_BTD, score_BT, info), valid_BT)
-        wanted_BT = _both(wanted_BT, info.tokens.alive_BT)
-        kv_cache.count(self, "reached", valid_BT, info)
+        room = c.room(self.capacity, call.cache.size)
+        valid_BT = call.positions_BT >= 0
+        wanted_BT = _both(self._wanted(x_BTD, score_BT, call), valid_BT)
+        wanted_BT = _both(wanted_BT, call.selectable_BT)
+        kv_cache.count(self, "reached", valid_BT, call)
         counts = dict(computed="routed", refused="overflow")
-        run_BT = kv_cache.admit(self, wanted_BT, room, info.with_cache(tag=""), **counts)
+        run_BT = kv_cache.admit(self, wanted_BT, room, call.with_cache(tag=""), **counts)
         # Of several rounds only one has the first tokens.
-        inside = info.with_tokens(alive_BT=None).with_cache(
-            size=room, kv_size=info.cache.size if c.kv_for_skipped else 0, first=False
+        inside = call.replace(selectable_BT=None).with_cache(
+            size=room, kv_size=call.cache.size if c.kv_for_skipped else 0, first=False
         )
         start_BTD = self._add_skip_mlp(x_BTD, ~run_BT)
         if self.is_initializing():
             return start_BTD + self.block(x_BTD, inside), run_BT
-        if c.kv_for_skipped or info.encoder is not None:
+        if c.kv_for_skipped or call.encoder is not None:
             written = inside.with_cache(access="write")
             if self.shared is None:
                 inside = inside.with_cache(access="read")
             if self.block.writes_as_it_goes:
                 # What a token that is computed writes comes of the layer, or of the attention,
                 # before: it writes that as it goes, and here are the others.
-                skipped_BT = jnp.where(run_BT, -1, info.tokens.positions_BT)
-                written = written.with_tokens(positions_BT=skipped_BT)
+                skipped_BT = jnp.where(run_BT, -1, call.positions_BT)
+                written = written.replace(positions_BT=skipped_BT)
             self.block(x_BTD, written)
         return self._in_rounds(x_BTD, start_BTD, self._gate(score_BT), run_BT, inside), run_BT
 
-    def _wanted(self, x_BTD, score_BT, info):
+    def _wanted(self, x_BTD, score_BT, call):
         """bool [B, T], the new tokens that are to be computed."""
         c = self.config
         if c.train_selection in controls.BY_TOKEN:
-            return self._by_token(info)
+            return self._by_token(call)
         if c.train_selection == controls.STOCHASTIC:
             # Slots of the whole context, the same at each call with the same key.
-            size = info.cache.size
+            size = call.cache.size
             noise_BS = controls.noise(self, x_BTD.shape[0], size)
             chosen_BS = plans.selected(c.budget(self.capacity, size).top(noise_BS), size)
-            positions_BT = info.tokens.positions_BT
+            positions_BT = call.positions_BT
             return jax.vmap(lambda chosen, position: chosen[position])(chosen_BS, positions_BT)
-        return self._logit(self._deciding(info), x_BTD, score_BT) > 0
+        return self._logit(self._deciding(call), x_BTD, score_BT) > 0
 
-    def _in_rounds(self, x_BTD, start_BTD, gate_BT, run_BT, info):
+    def _in_rounds(self, x_BTD, start_BTD, gate_BT, run_BT, call):
         """start + gate * block(x) for the tokens that run."""
         batch, length, _ = x_BTD.shape
         # Of a single token a row it is rows that are taken, and if they are all, they stay where
@@ -287,34 +287,34 @@ class DepthRouted(nn.Module):
         # single row's block is left out instead.
         is_gpu = sharding.platform() == "gpu"
         if by_row and is_gpu and batch > 1 and self.capacity * batch >= 0.5:
-            return _apply(self.block, all_rows, start_BTD, x_BTD, gate_BT, all_rows.info(info))
+            return _apply(self.block, all_rows, start_BTD, x_BTD, gate_BT, all_rows.call(call))
 
         def as_planned(block, plan, out_BTD):
             if by_row:
                 plan = all_rows if slots == batch else plans.RowPlan(plan)
-            return _apply(block, plan, out_BTD, x_BTD, gate_BT, plan.info(info))
+            return _apply(block, plan, out_BTD, x_BTD, gate_BT, plan.call(call))
 
         selected = jnp.swapaxes(run_BT, 0, 1) if by_row else run_BT
         return plans.in_rounds(self.block, selected, slots, start_BTD, as_planned, carries="cache")
 
 
-def _apply(block, plan, out_BTD, x_BTD, gate_BT, info, context=None):
-    """out + gate * block(x) on the tokens of the plan; `info` and `context` are for the block."""
-    delta = block(plan.take(x_BTD), info, context)
+def _apply(block, plan, out_BTD, x_BTD, gate_BT, call, context=None):
+    """out + gate * block(x) on the tokens of the plan; `call` and `context` are for the block."""
+    delta = block(plan.take(x_BTD), call, context)
     increment = plans.weighed(delta, plan.take(gate_BT))
     # Rounded like the increment of a dense block, to the type of the stream that it is added to. A
     # token is in the plan once, so nothing accumulates here.
     return plan.add(out_BTD, increment.astype(delta.dtype))
 
 
-def _real(tokens):
+def _real(call):
     """bool [B, T]: the tokens that are no padding, or None: all."""
-    return None if tokens.segment_ids_BT is None else tokens.segment_ids_BT > 0
+    return None if call.segment_ids_BT is None else call.segment_ids_BT > 0
 
 
-def _valid(tokens):
+def _valid(call):
     """bool [B, T]: those of them that may be routed, or None: all."""
-    return _both(_real(tokens), tokens.alive_BT)
+    return _both(_real(call), call.selectable_BT)
 
 
 def _both(a_BT, b_BT):

@@ -54,31 +54,29 @@ class Plan:
         """x with y [B, C, ...] in the place of the tokens of the plan."""
         return scatter(x_BT, y_BC, self)
 
-    def info(self, info, budget=None):
+    def call(self, call, budget=None):
         """What the block inside is told: every token keeps its position and its document. All of
         them are computed: layers inside ask no more who is alive.
 
         Args:
-          info: `CallInfo` of all tokens, `full`.
+          call: `Call` of all tokens, `full`.
           budget: what the plan was made by; needed where there may be documents.
         """
-        tokens = info.tokens
-        if tokens.segment_ids_BT is not None:
-            documents = tokens.documents()
-            tokens = tokens.replace(
-                segment_ids_BT=self.take(tokens.segment_ids_BT),
+        if call.segment_ids_BT is not None:
+            documents = call.documents()
+            call = call.replace(
+                segment_ids_BT=self.take(call.segment_ids_BT),
                 begin_BT=self.take(budget.shares(documents.begin_BT)),
                 end_BT=self.take(budget.shares(documents.end_BT)),
             )
-        mask_input = tokens.mask_input_BTD
-        tokens = tokens.replace(
-            positions_BT=self.take(tokens.positions_BT, fill=-1),
-            gaps=True,
-            alive_BT=None,
-            types=None,
+        mask_input = call.mask_input_BTD
+        return call.replace(
+            positions_BT=self.take(call.positions_BT, fill=-1),
+            has_gaps=True,
+            selectable_BT=None,
+            token_places=None,
             mask_input_BTD=None if mask_input is None else self.take(mask_input),
         )
-        return info.replace(tokens=tokens)
 
 
 @struct.dataclass
@@ -98,8 +96,8 @@ class RowPlan:
         out = self.rows.add(jnp.swapaxes(x_B1, 0, 1), jnp.swapaxes(y_C1, 0, 1))
         return jnp.swapaxes(out, 0, 1)
 
-    def info(self, info, budget=None):
-        return Plan.info(self, info).with_cache(rows_B=self.rows.indices_BC[0])
+    def call(self, call, budget=None):
+        return Plan.call(self, call).with_cache(rows_B=self.rows.indices_BC[0])
 
 
 @struct.dataclass
@@ -119,8 +117,8 @@ class WholePlan:
         run_BT = self.run_BT.reshape(*self.run_BT.shape, *(1,) * (y_BT.ndim - 2))
         return x_BT + jnp.where(run_BT, y_BT, 0)
 
-    def info(self, info, budget=None):
-        return info.with_tokens(positions_BT=jnp.where(self.run_BT, info.tokens.positions_BT, -1))
+    def call(self, call, budget=None):
+        return call.replace(positions_BT=jnp.where(self.run_BT, call.positions_BT, -1))
 
 
 @struct.dataclass

@@ -24,13 +24,13 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx.errors import UsageError
-from efx.layers.info import Types
+from efx.layers.call import TokenPlaces
 
 # Seeds of blocks are below this.
 SEEDS = 4096
 
 
-def position(tokens, seed, capacity):
+def position(call, seed, capacity):
     """The first of every 1/capacity positions of a document.
 
     For a capacity of a/b, interval k starts at position floor(b k / a). The first n positions
@@ -40,14 +40,14 @@ def position(tokens, seed, capacity):
     if capacity < 1 / 4096:  # the nearest fraction would be 0, or larger
         a, b = 1, min(math.ceil(1 / capacity), 2**30)
     # Of each b positions by themselves: a times a position may be more than an int32 holds.
-    inner_BT = tokens.positions_BT % b
+    inner_BT = call.positions_BT % b
     return inner_BT == b * ((a * inner_BT + a - 1) // b) // a
 
 
-def token_hash(tokens, seed, capacity):
+def token_hash(call, seed, capacity):
     """The types on an arc of length `capacity` of the circle of all types, which begins where the
     block's seed says."""
-    return (_places_of_types(tokens, seed) + seed / SEEDS) % 1.0 < capacity
+    return (_places_of_types(call, seed) + seed / SEEDS) % 1.0 < capacity
 
 
 def _uniform(seed, number_BT):
@@ -57,17 +57,17 @@ def _uniform(seed, number_BT):
     return draw(number_BT)
 
 
-def _places_of_types(tokens, seed):
+def _places_of_types(call, seed):
     """A place in [0, 1) for each token, [B, T], on the part of the line that its type has.
 
     It is drawn by (seed, position), so of a type that lies across a boundary as many tokens fall on
     either side as its parts are long, and what is chosen is the capacity in the mean.
     """
-    types = tokens.types
-    return types.start_BT + types.share_BT * _uniform(seed, tokens.positions_BT)
+    places = call.token_places
+    return places.start_BT + places.length_BT * _uniform(seed, call.positions_BT)
 
 
-# name: (tokens, seed, capacity) -> bool [B or 1, T], which tokens to compute. `seed` is an int32 of
+# name: (call, seed, capacity) -> bool [B or 1, T], which tokens to compute. `seed` is an int32 of
 # the block's own, drawn when the model is initialised and kept with its state.
 BY_TOKEN = {
     "position": position,
@@ -87,8 +87,8 @@ class TokenTypes(nn.Module):
     vocab_size: int
 
     @nn.compact
-    def __call__(self, tokens_BT, info):
-        """`info.Types` of the tokens."""
+    def __call__(self, tokens_BT, call):
+        """`TokenPlaces` of the tokens."""
         size = self.vocab_size
         share = self.variable("state", "share", jnp.zeros, (size,), jnp.float32)
         steps = self.variable("state", "steps", jnp.zeros, (), jnp.int32)
@@ -98,13 +98,13 @@ class TokenTypes(nn.Module):
         sorted_V = jnp.argsort(jnp.arange(size, dtype=jnp.uint32) * jnp.uint32(2654435769))
         ends_V = jnp.cumsum(share_V[sorted_V])
         start_V = jnp.zeros(size).at[sorted_V].set(ends_V - share_V[sorted_V], unique_indices=True)
-        if info.mode.train and not self.is_initializing():
-            real_BT = info.tokens.valid(tokens_BT.shape[0]).astype(jnp.float32)
+        if call.train and not self.is_initializing():
+            real_BT = call.real(tokens_BT.shape[0]).astype(jnp.float32)
             counts_V = jnp.zeros(size).at[tokens_BT].add(real_BT)
             now_V = counts_V / jnp.maximum(real_BT.sum(), 1.0)
             share.value += (now_V - share.value) / (steps.value + 1)
             steps.value += 1
-        return Types(start_V[tokens_BT], share_V[tokens_BT])
+        return TokenPlaces(start_V[tokens_BT], share_V[tokens_BT])
 
 
 def make_token_types(routing, vocab_size):

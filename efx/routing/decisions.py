@@ -15,8 +15,8 @@ import optax
 from flax import linen as nn
 
 from efx import means
-from efx.layers.routing import plans
 from efx.parameter import parameter
+from efx.routing import plans
 
 # Under which name the loss that trains a decision is sown. The threshold is not trained by one.
 LOSSES = {"aux_loss": "router_bce", "predictor": "predictor_bce"}

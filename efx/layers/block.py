@@ -10,11 +10,11 @@ from efx import means
 from efx.layers import norms
 from efx.layers.attention import Attention
 from efx.layers.config import BlockConfig
+from efx.layers.learned_dropout import make_dropout
 from efx.layers.mask_dropout import open_rows
-from efx.layers.mask_dropout.modules import make_dropout
 from efx.layers.mlp import MLP
+from efx.layers.moe import ROUTER_STD, MoE
 from efx.layers.report import sow_choice
-from efx.layers.routing.moe import ROUTER_STD, MoE
 
 
 class Block(nn.Module):
@@ -28,18 +28,18 @@ class Block(nn.Module):
     writes_as_it_goes: ClassVar[bool] = False
 
     @nn.compact
-    def __call__(self, x_BTD, info, context=None):
-        """`context` = (tokens [B, S, D], their info, ...): attend over these instead of over x."""
+    def __call__(self, x_BTD, call, context=None):
+        """`context` = (tokens [B, S, D], their call, ...): attend over these instead of over x."""
         c = self.config
         attention = make_attention(c, "attention")
         before, after = sublayer_norms(c, "norm_attention")
         if context is not None:
             context = before(context[0]), context[1]
-        a_BTD = attention(before(x_BTD), info, context)
-        if info.access == "write":
+        a_BTD = attention(before(x_BTD), call, context)
+        if call.access == "write":
             return None
-        a_BTD = apply_dropout(c, "attention_output", after(a_BTD), info)
-        return a_BTD + masked_mlp(self, c, after_attention(c, x_BTD, a_BTD), info)
+        a_BTD = apply_dropout(c, "attention_output", after(a_BTD), call)
+        return a_BTD + masked_mlp(self, c, after_attention(c, x_BTD, a_BTD), call)
 
 
 class SkipMLP(nn.Module):
@@ -102,24 +102,24 @@ def make_mlp(c, name):
     return MoE(c.moe, *options, router_std=ROUTER_STD * c.router_scale, name=name)
 
 
-def masked_mlp(module, c, x_BTD, info):
+def masked_mlp(module, c, x_BTD, call):
     """Norm, MLP and dropout of a block: [B, T, D]. Where the mask is known before the MLP and the
     config says so, the MLP leaves closed tokens out; their share is then sown."""
     mlp, (before, after) = make_mlp(c, "mlp"), sublayer_norms(c, "norm_mlp")
     y_BTD = before(x_BTD)
-    if not c.dropout.skips or c.moe is not None or info.mode.train or module.is_initializing():
-        return apply_dropout(c, "mlp_output", after(mlp(y_BTD, info)), info)
-    mask_BTD = make_dropout(c, "mlp_output", name="dropout_mlp_output").mask(y_BTD, info)
-    valid_BT = info.tokens.valid(x_BTD.shape[0])
+    if not c.dropout.skips or c.moe is not None or call.train or module.is_initializing():
+        return apply_dropout(c, "mlp_output", after(mlp(y_BTD, call)), call)
+    mask_BTD = make_dropout(c, "mlp_output", name="dropout_mlp_output").mask(y_BTD, call)
+    valid_BT = call.real(x_BTD.shape[0])
     open_BT = jnp.any(mask_BTD > 0, axis=-1) & valid_BT
-    if not info.decode:
+    if not call.decode:
         computed = means.over(open_BT.astype(jnp.float32), valid_BT)
         means.sow(module, "stats", "mlp/computed_fraction", computed)
-        sow_choice(module, "mlp_computed", open_BT, info)
+        sow_choice(module, "mlp_computed", open_BT, call)
     m_BTD = after(open_rows.compute(mlp, y_BTD, open_BT, c.dropout.attention.skip_tile))
     return (m_BTD.astype(jnp.float32) * mask_BTD).astype(m_BTD.dtype)
 
 
-def apply_dropout(config, site, x_BTD, info, name=None):
+def apply_dropout(config, site, x_BTD, call, name=None):
     dropout = make_dropout(config, site, name=name or f"dropout_{site}")
-    return x_BTD if dropout is None else dropout(x_BTD, info)
+    return x_BTD if dropout is None else dropout(x_BTD, call)

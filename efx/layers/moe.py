@@ -21,9 +21,9 @@ from efx.layers import kv_cache
 from efx.layers.config import MoEConfig
 from efx.layers.linear import broadcast, projection
 from efx.layers.mlp import MLP, activate
-from efx.layers.report import asked, sow_choice
-from efx.layers.routing import plans
+from efx.layers.report import choices_requested, sow_choice
 from efx.parameter import parameter
+from efx.routing import plans
 from efx.sharding import constrain, exchange
 
 ROUTER_STD = 0.02
@@ -118,7 +118,7 @@ class MoE(nn.Module):
     router_std: float = ROUTER_STD
 
     @nn.compact
-    def __call__(self, x_BTD, info):
+    def __call__(self, x_BTD, call):
         c = self.config
         options = (self.activation, self.use_bias, self.std, self.std_out, self.dtype)
         experts = Experts(c.num_experts, self.hidden, *options, name="experts")
@@ -132,23 +132,23 @@ class MoE(nn.Module):
             precision=jax.lax.Precision.HIGHEST,
         )
         self.sow("intermediates", "router_logits", logits_BTE)
-        valid_BT = info.tokens.valid(x_BTD.shape[0])
+        valid_BT = call.real(x_BTD.shape[0])
         if c.router == "token_choice":
-            best, wanted_BTE, weight_BTE = self._choose(logits_BTE, valid_BT, info)
+            best, wanted_BTE, weight_BTE = self._choose(logits_BTE, valid_BT, call)
         else:
             best, weight_BTE = None, jax.nn.sigmoid(logits_BTE)
             wanted_BTE = (logits_BTE > 0) & valid_BT[..., None]
         if c.num_shared:
-            start_BTD = MLP(c.num_shared * self.hidden, *options, name="shared")(x_BTD, info)
+            start_BTD = MLP(c.num_shared * self.hidden, *options, name="shared")(x_BTD, call)
         else:
             start_BTD = jnp.zeros(x_BTD.shape, self.dtype)
-        if info.decode:
-            return self._decode(start_BTD, x_BTD, best, wanted_BTE, weight_BTE, experts, info)
-        plan = self._plan(logits_BTE, wanted_BTE, valid_BT, info)
-        self._report_choices(plan, best, wanted_BTE, weight_BTE, info)
+        if call.decode:
+            return self._decode(start_BTD, x_BTD, best, wanted_BTE, weight_BTE, experts, call)
+        plan = self._plan(logits_BTE, wanted_BTE, valid_BT, call)
+        self._report_choices(plan, best, wanted_BTE, weight_BTE, call)
         return _compute(start_BTD, x_BTD, best, weight_BTE, plan, experts)
 
-    def _choose(self, logits_BTE, valid_BT, info):
+    def _choose(self, logits_BTE, valid_BT, call):
         """Token choice: (the k choices of each token [B, T, k], which experts it wants, with which
         weights); what is wanted and weighed are the experts without the no-op ones."""
         c = self.config
@@ -159,13 +159,13 @@ class MoE(nn.Module):
         if c.renormalise:
             weight_BTE = weight_BTE / jnp.sum(weight_BTE, axis=-1, keepdims=True)
         chosen_BTE = chosen_BTE & valid_BT[..., None]
-        self._report_token_choice(logits_BTE, chosen_BTE, valid_BT, info)
+        self._report_token_choice(logits_BTE, chosen_BTE, valid_BT, call)
         return best, chosen_BTE[..., : c.num_experts], weight_BTE[..., : c.num_experts]
 
-    def _budget(self, length, selection, info):
-        return self.config.budget(length, selection, info.tokens.documents())
+    def _budget(self, length, selection, call):
+        return self.config.budget(length, selection, call.documents())
 
-    def _report_token_choice(self, logits_BTE, chosen_BTE, valid_BT, info):
+    def _report_token_choice(self, logits_BTE, chosen_BTE, valid_BT, call):
         if not means.wanted(self):
             return
         c, length = self.config, logits_BTE.shape[1]
@@ -179,7 +179,7 @@ class MoE(nn.Module):
         means.sow(self, "losses", "load_balance", both)
         means.sow(self, "losses", "router_z", means.over(z_BT, valid_BT))
         wanted_BTE = chosen_BTE[..., : c.num_experts]
-        dropped = _surplus(wanted_BTE, self._budget(length, "causal", info))
+        dropped = _surplus(wanted_BTE, self._budget(length, "causal", call))
         entropy_BT = -jnp.sum(probs_BTE * log_probs_BTE, axis=-1)
         busy, idle = share.total[: c.num_experts], share.total[c.num_experts :]
         for name, mean in {
@@ -191,16 +191,16 @@ class MoE(nn.Module):
         }.items():
             means.sow(self, "stats", f"moe/{name}", mean)
 
-    def _plan(self, logits_BTE, wanted_BTE, valid_BT, info):
+    def _plan(self, logits_BTE, wanted_BTE, valid_BT, call):
         """Plan of the tokens of each expert, [E, B, C]."""
         length = logits_BTE.shape[1]
-        causal = self._budget(length, "causal", info)
+        causal = self._budget(length, "causal", call)
         plan = plans.for_each_expert(causal.first, wanted_BTE)
         if self.config.router == "token_choice":
             return plan
-        ahead = self._budget(length, "train", info)
+        ahead = self._budget(length, "train", call)
         top = plans.for_each_expert(ahead.top, jax.lax.stop_gradient(logits_BTE), valid_BT)
-        run = top if info.mode.looks_ahead else plan
+        run = top if call.looks_ahead else plan
         self._report_expert_choice(logits_BTE, wanted_BTE, valid_BT, top, run, causal)
         return run
 
@@ -228,25 +228,25 @@ class MoE(nn.Module):
         }.items():
             means.sow(self, "stats", f"moe/{name}", mean)
 
-    def _report_choices(self, plan, best, wanted_BTE, weight_BTE, info):
+    def _report_choices(self, plan, best, wanted_BTE, weight_BTE, call):
         """Of each token: `served`, which experts compute it, and their `weights`, 0 for the others;
         `full`, how many more it wants; `noop`, how many of its choices are no-op experts."""
-        if not asked(self):
+        if not choices_requested(self):
             return
         served_BTE = plans.selected_by_experts(plan, wanted_BTE.shape[1])
-        sow_choice(self, "served", served_BTE, info)
-        sow_choice(self, "weights", jnp.where(served_BTE, weight_BTE, 0.0), info)
-        sow_choice(self, "full", jnp.sum(wanted_BTE & ~served_BTE, axis=-1), info)
+        sow_choice(self, "served", served_BTE, call)
+        sow_choice(self, "weights", jnp.where(served_BTE, weight_BTE, 0.0), call)
+        sow_choice(self, "full", jnp.sum(wanted_BTE & ~served_BTE, axis=-1), call)
         if self.config.num_noop:
-            sow_choice(self, "noop", jnp.sum(best >= self.config.num_experts, axis=-1), info)
+            sow_choice(self, "noop", jnp.sum(best >= self.config.num_experts, axis=-1), call)
 
-    def _decode(self, start_BTD, x_BTD, best, wanted_BTE, weight_BTE, experts, info):
+    def _decode(self, start_BTD, x_BTD, best, wanted_BTE, weight_BTE, experts, call):
         """`_compute` of new tokens of each row, served or not by what the cache says about the
         earlier ones."""
         c = self.config
         rows, length, width = x_BTD.shape
-        room = c.slots(info.cache.size, "causal")
-        run_BTE = kv_cache.admit(self, wanted_BTE, room, info, "taken", "dropped")
+        room = c.slots(call.cache.size, "causal")
+        run_BTE = kv_cache.admit(self, wanted_BTE, room, call, "taken", "dropped")
         if self.is_initializing():
             return x_BTD
         if length > 1:

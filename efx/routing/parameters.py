@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from efx.layers.routing import controls
+from efx.routing import controls
 
 # The path of a routed block, in a decoder, in either of two streams, or of a recursion step.
 _BLOCK = r"(?:.*/)?(?:block|recursion)_\d+/(?:(?:decoder|encoder_\d+)/)?"

@@ -1,0 +1,120 @@
+"""What layers know of a call besides the activations: the tokens, the mode and the cache."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+
+from efx.routing import plans
+
+
+@struct.dataclass
+class TokenPlaces:
+    """Where the ids of tokens lie on a line of length 1, see `controls.TokenPlacement`.
+
+    Attributes:
+      start_BT: start of the interval of a token's id. length_BT: its length.
+    """
+
+    start_BT: Any
+    length_BT: Any
+
+
+@struct.dataclass
+class CacheView:
+    """Where a layer finds the tokens before the new ones, in the collection `cache`.
+
+    Attributes:
+      size: the most tokens of a sequence that the layer computes. A KV cache has one slot each.
+      kv_size: slots of the KV cache of a block that attends to tokens that it does not compute
+        (`kv_for_skipped`); 0: `size`.
+      access: "both" writes the new keys and values and attends. A block with `kv_for_skipped`
+        first gets "write" for all tokens (it returns None) and then "read" for the computed ones.
+      grouped: attention stays inside groups of tokens: positions are places in a group,
+        segment_ids_BT numbers groups, and the cache holds one group, see `kv_cache.attend_group`.
+      first: the new tokens start their rows and padding follows them: they see only each other.
+      tag: name of this use of a layer that is used several times; each use has its own cache.
+      rows_B: the rows of the cache that these rows are; None: all, in order.
+    """
+
+    size: int = struct.field(pytree_node=False)
+    kv_size: int = struct.field(pytree_node=False, default=0)
+    access: str = struct.field(pytree_node=False, default="both")
+    grouped: bool = struct.field(pytree_node=False, default=False)
+    first: bool = struct.field(pytree_node=False, default=False)
+    tag: str = struct.field(pytree_node=False, default="")
+    rows_B: Any = None
+
+
+@struct.dataclass
+class Call:
+    """What every layer gets besides its input. Routing passes on the gathered rows of it.
+
+    Attributes:
+      positions_BT: int32 original position of each token (B may be 1: the same for all rows). A
+        negative position marks padding: nothing is cached or routed for it.
+      segment_ids_BT: int32 document of each token (0 = padding), or None: one document a row.
+      begin_BT, end_BT: see `plans.Documents`.
+      selectable_BT: bool, the tokens that routing may select, or None: all.
+      mask_input_BTD: what learned dropout reads instead of the activations, or None.
+      token_places: `TokenPlaces` for controls that select by token id, or None.
+      cache: a `CacheView` while decoding, else None.
+      encoder: (states [B, S, D], their `Call`) for cross-attention, or None. Routing passes it on
+        whole: a block that computes some of the tokens reads all encoder states.
+      has_gaps: positions skip some, as those of routed tokens do.
+      train: dropout is on.
+      selection: how routed blocks select tokens. "train": as configured for training (top-k looks
+        ahead in the sequence). "topk": top-k, whatever training does. "causal": the decision that
+        sampling uses. Or the name of a trained decision.
+    """
+
+    positions_BT: Any
+    segment_ids_BT: Any = None
+    begin_BT: Any = None
+    end_BT: Any = None
+    selectable_BT: Any = None
+    mask_input_BTD: Any = None
+    token_places: Any = None
+    cache: CacheView | None = None
+    encoder: Any = None
+    has_gaps: bool = struct.field(pytree_node=False, default=False)
+    train: bool = struct.field(pytree_node=False, default=False)
+    selection: str = struct.field(pytree_node=False, default="causal")
+
+    @property
+    def decode(self):
+        """Whether these are new tokens whose predecessors are in the cache."""
+        return self.cache is not None
+
+    @property
+    def access(self):
+        """`CacheView.access`; "both" without a cache."""
+        return self.cache.access if self.decode else "both"
+
+    @property
+    def looks_ahead(self):
+        """Whether top-k routing selects by later tokens too."""
+        return self.selection in ("train", "topk")
+
+    def for_rows(self, batch):
+        """The same with positions of every row, so that rows can be gathered one by one."""
+        positions = jnp.broadcast_to(self.positions_BT, (batch, self.positions_BT.shape[1]))
+        return self.replace(positions_BT=positions)
+
+    def with_cache(self, **changes):
+        """The same with another view of the cache, if there is one."""
+        return self.replace(cache=self.cache.replace(**changes)) if self.decode else self
+
+    def real(self, batch):
+        """bool [B, T]: neither padding nor an empty slot of a routed block."""
+        real_BT = self.for_rows(batch).positions_BT >= 0
+        return real_BT if self.segment_ids_BT is None else real_BT & (self.segment_ids_BT > 0)
+
+    def documents(self):
+        """`plans.Documents` of a packed sequence, else None."""
+        if self.segment_ids_BT is None:
+            return None
+        documents = plans.documents(self.segment_ids_BT)
+        if self.begin_BT is None:
+            return documents
+        return documents.replace(begin_BT=self.begin_BT, end_BT=self.end_BT)
