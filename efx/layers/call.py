@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import struct
 
-from efx.routing import plans
+from efx.routing import plans, selection
 
 
 @struct.dataclass
@@ -54,6 +54,8 @@ class Call:
       positions_BT: int32 original position of each token (B may be 1: the same for all rows). A
         negative position marks padding: nothing is cached or routed for it.
       segment_ids_BT: int32 document of each token (0 = padding), or None: one document a row.
+      count_BT: int32, the number of tokens of the document up to and including this one that reach
+        the layer; None: positions + 1. See `counts`.
       begin_BT, end_BT: see `plans.Documents`.
       selectable_BT: bool, the tokens that routing may select, or None: all.
       mask_input_BTD: what learned dropout reads instead of the activations, or None.
@@ -70,6 +72,7 @@ class Call:
 
     positions_BT: Any
     segment_ids_BT: Any = None
+    count_BT: Any = None
     begin_BT: Any = None
     end_BT: Any = None
     selectable_BT: Any = None
@@ -109,6 +112,32 @@ class Call:
         """bool [B, T]: neither padding nor an empty slot of a routed block."""
         real_BT = self.for_rows(batch).positions_BT >= 0
         return real_BT if self.segment_ids_BT is None else real_BT & (self.segment_ids_BT > 0)
+
+    def counts(self, batch):
+        """int32 [B, T]: `count_BT`, or positions + 1."""
+        if self.count_BT is not None:
+            return self.count_BT
+        return self.for_rows(batch).positions_BT + 1
+
+    def take(self, index_BC):
+        """The `Call` of the tokens at these positions [B, C] of every row (see `selection`).
+
+        Tokens keep their positions (-1 in unused slots) and documents. Layers inside a routed
+        block may select all of them.
+        """
+
+        def gathered(x_BT, fill=0):
+            return None if x_BT is None else selection.take(x_BT, index_BC, fill)
+
+        return self.replace(
+            positions_BT=gathered(self.positions_BT, fill=-1),
+            segment_ids_BT=gathered(self.segment_ids_BT),
+            count_BT=gathered(self.count_BT),
+            mask_input_BTD=gathered(self.mask_input_BTD),
+            selectable_BT=None,
+            token_places=None,
+            has_gaps=True,
+        )
 
     def documents(self):
         """`plans.Documents` of a packed sequence, else None."""

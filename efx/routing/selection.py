@@ -1,0 +1,247 @@
+"""Select tokens, gather them and put results back: pure functions with static shapes.
+
+A selection is a mask, bool [B, T]. `compact` turns it into the positions [B, C] of the selected
+tokens, in time order, by which `take`, `add` and `put` gather and scatter. Unused slots hold
+distinct out-of-range positions, so that gathers fill them, scatters drop them and every scatter
+has unique indices (with duplicates, GPUs add in any order).
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
+
+# A causal limit allows this many tokens more, so that the beginning of a sequence does not starve.
+HEADROOM = 4
+# Name of selections in `jax.checkpoint` policies: they are kept, because a recomputed top-k may
+# select other tokens, and costs a sort.
+SELECTION = "selection"
+_SCATTER = dict(mode="drop", unique_indices=True, indices_are_sorted=True)
+
+
+# ---- how many tokens ---------------------------------------------------------------------------
+
+
+def num_slots(rate, length):
+    """C of top-k: ceil(rate * length), at least 1 and at most `length`."""
+    return max(1, _ceil_share(rate, length))
+
+
+def _ceil_share(rate, length):
+    # Rounding first: 0.07 * 100 must be 7 slots, not 8.
+    return min(length, math.ceil(round(rate * length, 6)))
+
+
+def num_causal_slots(rate, length):
+    """Slots for the tokens that `admit` admits in a sequence of `length` tokens.
+
+    A packed row of up to HEADROOM + 1 documents always fits.
+    """
+    return min(length, int(causal_limit(np, rate, length)) + HEADROOM)
+
+
+def causal_limit(xp, rate, count):
+    """ceil(rate * count) in float32, with numpy or jax.numpy as `xp`."""
+    # Without the margin float32 would turn 0.07 * 100 into 8.
+    return xp.ceil(np.float32(rate) * xp.asarray(count, np.float32) - np.float32(1e-3))
+
+
+# ---- which tokens ------------------------------------------------------------------------------
+
+
+def select_topk(scores_BT, rate, valid_BT=None, segment_ids_BT=None):
+    """Mask of the ceil(rate * T) largest scores of each row. Looks ahead: not causal.
+
+    Of equal scores the earlier are selected. Only valid tokens are. In a packed row each document
+    gets its part of the slots, by its length and place in the row.
+    """
+    if segment_ids_BT is not None:
+        return _select_topk_per_document(scores_BT, rate, valid_BT, segment_ids_BT)
+    slots = num_slots(rate, scores_BT.shape[1])
+    scores_BT = _masked(scores_BT, valid_BT)
+    kth_B1 = largest(scores_BT, slots + 1)[:, slots - 1 : slots]
+    above_BT, tied_BT = scores_BT > kth_B1, scores_BT == kth_B1
+    free_B1 = slots - jnp.sum(above_BT, axis=1, keepdims=True)
+    selected_BT = above_BT | (tied_BT & (jnp.cumsum(tied_BT, axis=1) <= free_B1))
+    selected_BT = selected_BT if valid_BT is None else selected_BT & valid_BT
+    return checkpoint_name(selected_BT, SELECTION)
+
+
+def largest(scores_BT, count):
+    """The `count` largest scores of each row, descending; all, if there are fewer."""
+    return jax.lax.top_k(scores_BT, min(count, scores_BT.shape[1]))[0]
+
+
+def topk_threshold(scores_BT, rate, valid_BT=None):
+    """Scores above this one are the top-k: the mean over rows of the midpoint between the k-th
+    largest score and the next, a scalar; nan if no row has that many valid tokens."""
+    slots = num_slots(rate, scores_BT.shape[1])
+    if slots == scores_BT.shape[1]:
+        return jnp.min(scores_BT) - 1.0
+    pair_B2 = largest(_masked(scores_BT, valid_BT), slots + 1)[:, slots - 1 :]
+    counted_B = jnp.isfinite(pair_B2[:, 1])
+    sums = jnp.sum(jnp.where(counted_B, jnp.mean(pair_B2, axis=1), 0.0))
+    return sums / jnp.sum(counted_B)
+
+
+def _masked(scores_BT, valid_BT):
+    return scores_BT if valid_BT is None else jnp.where(valid_BT, scores_BT, -jnp.inf)
+
+
+def _select_topk_per_document(scores_BT, rate, valid_BT, segment_ids_BT):
+    length = scores_BT.shape[1]
+    place_T = jnp.arange(length, dtype=jnp.int32)
+    begins_BT = document_starts(segment_ids_BT)
+    start_BT = jax.lax.cummax(jnp.where(begins_BT, place_T, 0), axis=1)
+    last_BT = jnp.roll(begins_BT, -1, axis=1).at[:, -1].set(True)
+    stop_BT = jax.lax.cummin(jnp.where(last_BT, place_T + 1, length), axis=1, reverse=True)
+    # By document, then by falling score; the sort is stable, so of equals the earlier comes first.
+    valid_BT = segment_ids_BT > 0 if valid_BT is None else valid_BT
+    order_BT = jnp.lexsort((-_masked(scores_BT, valid_BT), start_BT), axis=1)
+    rank_BT = jax.vmap(
+        lambda order: jnp.zeros_like(place_T).at[order].set(place_T, unique_indices=True)
+    )(order_BT)
+    shares = jnp.asarray([_ceil_share(rate, place) for place in range(length + 1)])
+    quota_BT = shares[stop_BT] - shares[start_BT]
+    return checkpoint_name(valid_BT & (rank_BT - start_BT < quota_BT), SELECTION)
+
+
+def document_starts(segment_ids_BT):
+    """bool [B, T]: the first token of each document of packed rows, and the first padding."""
+    return jnp.diff(segment_ids_BT, axis=1, prepend=-1) != 0
+
+
+def running_count(selected_BT, segment_ids_BT=None):
+    """int32: the number of selected tokens up to and including t, of t's document."""
+    count_BT = jnp.cumsum(selected_BT, axis=1, dtype=jnp.int32)
+    if segment_ids_BT is None:
+        return count_BT
+    begins_BT = document_starts(segment_ids_BT)
+    begins_BT = begins_BT.reshape(*begins_BT.shape, *(1,) * (selected_BT.ndim - 2))
+    before_BT = jnp.where(begins_BT, count_BT - selected_BT, 0)
+    return count_BT - jax.lax.cummax(before_BT, axis=1)
+
+
+def admit(selected_BT, rate, call, admitted_B=None):
+    """Mask of the selected tokens that fit under the causal limit, the earlier first.
+
+    Of the first n tokens of a document at most ceil(rate * n) + HEADROOM are admitted (in packed
+    rows ceil(rate * n)). The limit depends on earlier tokens alone: not on the length of the row,
+    the size of a cache or the chunks of a prompt. With W_t the running count of selected tokens and
+    R_t the limit, the running count of refused tokens is max(0, max_{s <= t} (W_s - R_s)).
+
+    Args:
+      selected_BT: bool [B, T], or [B, T, E] with a limit for each of E experts.
+      call: `Call` of these tokens; its `counts` are n.
+      admitted_B: int [B] or [B, E], the number of earlier tokens that were admitted (decoding).
+    """
+    if rate >= 1:
+        return selected_BT
+    count_BT = call.counts(len(selected_BT))
+    headroom = HEADROOM if call.segment_ids_BT is None else 0
+    limit_BT = causal_limit(jnp, rate, count_BT).astype(jnp.int32) + headroom
+    limit_BT = limit_BT.reshape(*limit_BT.shape, *(1,) * (selected_BT.ndim - 2))
+    if admitted_B is not None:
+        limit_BT = limit_BT - admitted_B[:, None]
+    excess_BT = running_count(selected_BT, call.segment_ids_BT) - limit_BT
+    excess_BT = jnp.where(selected_BT, jnp.maximum(excess_BT, 0), 0)
+    if call.segment_ids_BT is None:
+        refused_BT = jax.lax.cummax(excess_BT, axis=1)
+        before_BT = jnp.pad(refused_BT[:, :-1], ((0, 0), (1, 0)) + ((0, 0),) * (excess_BT.ndim - 2))
+        return selected_BT & (refused_BT == before_BT)
+    # A larger offset in each further document makes the running maximum start again there.
+    begins_BT = document_starts(call.segment_ids_BT)
+    offset_BT = jnp.cumsum(begins_BT, axis=1) * (selected_BT.shape[1] + 1)
+    offset_BT = offset_BT.reshape(*offset_BT.shape, *(1,) * (selected_BT.ndim - 2))
+    refused_BT = jax.lax.cummax(excess_BT + offset_BT, axis=1)
+    before_BT = jnp.pad(refused_BT[:, :-1], ((0, 0), (1, 0)) + ((0, 0),) * (excess_BT.ndim - 2))
+    return selected_BT & (refused_BT == jnp.maximum(before_BT, offset_BT))
+
+
+# ---- gather and scatter ------------------------------------------------------------------------
+
+
+def compact(selected_BT, slots):
+    """Positions [B, C] of the first `slots` selected tokens, in time order.
+
+    Unused slots hold distinct positions >= T.
+    """
+    length = selected_BT.shape[1]
+    rank_BT = jnp.cumsum(selected_BT, axis=1, dtype=jnp.int32) - 1
+    time_T = jnp.arange(length, dtype=jnp.int32)
+    unused_C = length + jnp.arange(slots, dtype=jnp.int32)
+    # Tokens that are not selected, or do not fit, go to distinct slots out of range.
+    slot_BT = jnp.where(selected_BT & (rank_BT < slots), rank_BT, slots + time_T)
+    return jax.vmap(
+        lambda slot_T: unused_C.at[slot_T].set(time_T, mode="drop", unique_indices=True)
+    )(slot_BT)
+
+
+def take(x_BT, index_BC, fill=0):
+    """Rows of x [B, T, ...] at these positions, [B, C, ...]; `fill` in unused slots."""
+    # Vmapped over the batch: on a mesh that splits the batch this needs no collectives.
+    return jax.vmap(
+        lambda x, index: x.at[index].get(
+            mode="fill", fill_value=fill, indices_are_sorted=True, unique_indices=True
+        )
+    )(x_BT, index_BC)
+
+
+def add(x_BT, index_BC, y_BC):
+    """x with y [B, C, ...] added at these positions."""
+    return jax.vmap(lambda x, index, y: x.at[index].add(y.astype(x.dtype), **_SCATTER))(
+        x_BT, index_BC, y_BC
+    )
+
+
+def put(x_BT, index_BC, y_BC):
+    """x with y [B, C, ...] at these positions."""
+    return jax.vmap(lambda x, index, y: x.at[index].set(y.astype(x.dtype), **_SCATTER))(
+        x_BT, index_BC, y_BC
+    )
+
+
+def weighted(y, weight):
+    """float32 y [..., D] * weight [...], whatever the dtype of y."""
+    return y.astype(jnp.float32) * weight[..., None]
+
+
+def distinct(index, size):
+    """The indices [..., C] with those out of range (`size` and more) made different."""
+    unused = size + jnp.arange(index.shape[-1], dtype=index.dtype)
+    return jnp.where(index < size, index, unused)
+
+
+def in_rounds(module, selected_BT, slots, start, body, carries=False):
+    """Let `body` compute all selected tokens, `slots` of each row at a time.
+
+    A loop, because the number of selected tokens is not known when a program is compiled: without
+    selected tokens nothing runs, and usually one round is enough. (XLA updates the carry of a loop
+    in place, but copies the caches that a conditional returns.) No reverse mode: for inference.
+
+    Args:
+      module: the module that computes, initialised elsewhere.
+      selected_BT: bool [B, T], or [B, T, E] for positions [E, B, C] of each expert.
+      body: (module, index_BC, out) -> out.
+      carries: the collections that `module` changes; False for none.
+    """
+    rank_BT = jnp.cumsum(selected_BT, axis=1)
+    most = jnp.max(rank_BT)
+
+    def is_unfinished(module, carry):
+        return carry[0] < most
+
+    def run_round(module, carry):
+        done, out = carry
+        left_BT = selected_BT & (rank_BT > done)
+        if left_BT.ndim == 3:
+            index = jax.vmap(compact, in_axes=(2, None))(left_BT, slots)
+        else:
+            index = compact(left_BT, slots)
+        return done + slots, body(module, index, out)
+
+    carry = (jnp.int32(0), start)
+    return nn.while_loop(is_unfinished, run_round, module, carry, carry_variables=carries)[1]
