@@ -32,7 +32,8 @@ Hardware: 2 CPU cores. The study: `python -m efx.studies.convert`, docs/bring_yo
 """
 
 from efx.configs import common, mod
-from efx.layers.config import DepthRoutingConfig
+from efx.layers.config import
+from efx.routing.config import DepthRoutingConfig
 from efx.routing.parameters import params_pattern
 
 # Settings of a routed block that conversion changes.

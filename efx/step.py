@@ -14,7 +14,6 @@ from flax import struct
 
 from efx import losses, means, models, optim, sharding
 from efx.layers.stack import label, layer_of
-from efx.routing import quantiles
 from efx.settings import as_dict
 
 EVALUATION = np.uint32(2**32 - 1)  # folded into a key in place of a step; no run is as long
@@ -110,8 +109,8 @@ def make_train_step(
       teacher: the model whose distribution `config.losses.distill` follows, on the same tokens and
         as it is in evaluation; its variables, an argument of the step, are neither trained nor part
         of the state. None: no such loss, and nothing of it in the program.
-      start: the step with which the model's stage of the capacity begins; in it the running
-        quantiles begin anew, since those of before are of another capacity.
+      start: the first step of the model's stage of the capacity; thresholds start again there,
+        since earlier ones belong to another capacity.
     """
     accumulation, weights = config.train.accumulation, as_dict(config.losses)
 
@@ -141,15 +140,14 @@ def make_train_step(
         reports = {name: means.sown(mutated, name) for name in ("losses", "stats")}
         extra = weighted(losses.collect_sown(reports["losses"], totals), step)
         averages = {name: mutated[name] for name in variables}
-        scores = mutated.get(quantiles.COLLECTION, {})
-        return sums.total / total_weight + extra, ((sums, reports), (averages, scores))
+        return sums.total / total_weight + extra, ((sums, reports), averages)
 
     gradient = jax.grad(micro_loss, has_aux=True)
 
     def train_step(state, batch, seed, teacher_variables=None):
         if start:
-            anew = quantiles.begun_anew(state.variables, state.step == start)
-            state = state.replace(variables=anew)
+            variables = reset_threshold_steps(state.variables, state.step == start)
+            state = state.replace(variables=variables)
         total_weight = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
         base = jax.random.fold_in(jax.random.key(seed), state.step)
 
@@ -177,19 +175,16 @@ def make_train_step(
             return jax.tree.map(means.Mean.for_contribution, sown, is_leaf=means.is_mean)
 
         if accumulation == 1:
-            (grads, sums, reports), (variables, scores) = micro_gradients(batch, 0)
+            (grads, sums, reports), variables = micro_gradients(batch, 0)
         else:
             batches = _micro_batches(batch, accumulation)
             totals, _ = _over_micro_batches(
                 lambda batch, index: (needed_means(batch, index), None), batches
             )
-            (grads, sums, reports), (variables, scores) = _over_micro_batches(
+            (grads, sums, reports), variables = _over_micro_batches(
                 lambda batch, index: micro_gradients(batch, index, totals), batches
             )
             variables = _of_whole_batch(variables, batches)
-        if scores:
-            averages = quantiles.followed(variables["state"], state.variables["state"], scores)
-            variables = {**variables, "state": averages}
         sown, stats = (losses.collect_sown(reports[name]) for name in ("losses", "stats"))
         metrics = {
             "train/objective": sums.total / total_weight + weighted(sown, state.step),
@@ -226,6 +221,16 @@ def make_train_step(
         return new_state, metrics
 
     return train_step
+
+
+def reset_threshold_steps(variables, is_start):
+    """The variables with thresholds that take the next batch's quantile as it is, if `is_start`."""
+
+    def reset(path, x):
+        is_steps = [key.key for key in path[-2:]] == ["threshold", "steps"]
+        return jnp.where(is_start, 0, x) if is_steps else x
+
+    return jax.tree_util.tree_map_with_path(reset, variables)
 
 
 def batch_shapes(config, rows, mesh, rules):
@@ -302,7 +307,7 @@ def _features(model, params, variables, batch, keys, *, train):
         train=train,
         method="features",
         rngs=keys,
-        mutable=("losses", "stats", "state", means.COLLECTION, quantiles.COLLECTION),
+        mutable=("losses", "stats", means.COLLECTION) + (("state",) if train else ()),
     )
 
 

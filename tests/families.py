@@ -56,7 +56,7 @@ def _row(losses=(), looks_ahead=False, **settings):
 
 
 def _mod(losses=("router_bce",), looks_ahead=True, depth_routing=None, **settings):
-    routing = dict(kind="mod", capacity=0.5) | (depth_routing or {})
+    routing = dict(kind="mod", capacity=0.5, causal="aux_loss") | (depth_routing or {})
     return _row(losses, looks_ahead, depth_routing=routing, **settings)
 
 
@@ -278,7 +278,9 @@ FAMILIES = {
         cross_heads=8,
         cross_kv_heads=4,
         dense_former=dict(on=True),
-        depth_routing=dict(kind="mod", capacity=0.5, every=1, also_train=("threshold",)),
+        depth_routing=dict(
+            kind="mod", capacity=0.5, every=1, causal="aux_loss", also_train=("threshold",)
+        ),
     ),
     "streams_mod_context": _streams(
         ("router_bce", *MOE_LOSSES),
@@ -287,7 +289,12 @@ FAMILIES = {
         order="cross_first",
         attention=dict(window=9),
         depth_routing=dict(
-            kind="mod", blocks=(1, 2, 3), capacity=(0.5, 0.7, 0.3), slack=1.0, **FOR_SKIPPED
+            kind="mod",
+            blocks=(1, 2, 3),
+            capacity=(0.5, 0.7, 0.3),
+            causal="aux_loss",
+            slack=1.0,
+            **FOR_SKIPPED,
         ),
         mlp=experts(every=2, expert_hidden=0, renormalise=False),
     ),
@@ -297,7 +304,7 @@ FAMILIES = {
         cross_source="final",
         cross_kv_heads=2,
         positions="rope",
-        depth_routing=dict(kind="mod", capacity=0.5, every=1),
+        depth_routing=dict(kind="mod", capacity=0.5, every=1, causal="aux_loss"),
         soft_experts=dict(num=2, every=2, shared=1, shared_kv=True, hidden_multiple=1.0),
         dense_former=dict(on=True, dilation=2, period=2),
         dropout=masks(),
@@ -340,7 +347,14 @@ FAMILIES = {
         True,
         group_size=6,
         memory_global=2,
-        depth_routing=dict(kind="mod", capacity=0.5, every=1, also_train=("threshold",), slack=1.2),
+        depth_routing=dict(
+            kind="mod",
+            capacity=0.5,
+            every=1,
+            causal="aux_loss",
+            also_train=("threshold",),
+            slack=1.2,
+        ),
     ),
     "latent_moe": _latent(MOE_LOSSES, mlp=experts(every=2), level_widths=(16,), level_heads=()),
     "latent_parts": _latent(
@@ -388,7 +402,7 @@ FAMILIES = {
         ("router_bce",),
         True,
         depth=4,
-        depth_routing=dict(kind="recursion", recursions=2, capacity=0.5),
+        depth_routing=dict(kind="recursion", recursions=2, capacity=0.5, causal="aux_loss"),
         adapter=adapters(experts=2, routing="uniform"),
     ),
     "adapter_streams": _streams(

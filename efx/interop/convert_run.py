@@ -168,7 +168,7 @@ def _check_config(config, parent, to):
             f"config.model.depth_routing.kind={routing.kind!r}: --to={to} writes "
             + ("'mod'" if to == "mod" else "a model without routed blocks, 'none'")
         )
-    if to == "mod" and not routing.control and routing.gate not in _GATES:
+    if to == "mod" and not routing.is_control and routing.gate not in _GATES:
         raise UsageError(
             f"config.model.depth_routing.gate={routing.gate!r}: a converted model starts as "
             f"its parent, so its gate must be 1 for a score of 0: use {' or '.join(_GATES)}"

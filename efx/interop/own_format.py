@@ -50,7 +50,7 @@ def check(c, adapter):
     routing = c.depth_routing
     if routing.kind == "recursion":
         _refuse("depth_routing.kind", routing.kind, "shared blocks are not exported")
-    if routing.kind == "mod" and routing.control:
+    if routing.kind == "mod" and routing.is_control:
         selection = routing.train_selection
         _refuse("depth_routing.train_selection", selection, "a control has no router to export")
     for row in parameters.TABLE if routing.kind != "none" else ():

@@ -1,4 +1,4 @@
-"""The transformer block, and the parts that blocks are built from."""
+"""The transformer block: an attention and an MLP, each with its norm and its dropout."""
 
 from functools import partial
 from typing import ClassVar
@@ -18,32 +18,76 @@ from efx.layers.report import sow_choice
 
 
 class Block(nn.Module):
-    """Attention and MLP, see `BlockKind`. Returns the increment: the residual is the caller's to
-    add. A dense stack computes x + delta, a depth-routed one x + gate * delta on the tokens it
-    routes.
+    """x [B, T, D] -> the block's increment, see `BlockKind`; the caller adds the residual.
+
+    A routed block computes the whole of it, or one of its two parts, for some tokens
+    (`routing.mod`). Blocks with other attentions or MLPs are subclasses.
     """
 
     config: BlockConfig
 
-    writes_as_it_goes: ClassVar[bool] = False
+    # Whether the keys and values of a token depend on the block's own output at that token, so that
+    # skipped tokens cannot write theirs before the others are computed.
+    kv_depends_on_block_output: ClassVar[bool] = False
 
-    @nn.compact
-    def __call__(self, x_BTD, call, context=None):
-        """`context` = (tokens [B, S, D], their call, ...): attend over these instead of over x."""
+    def setup(self):
+        self.setup_attention()
+        self.setup_mlp()
+
+    def setup_attention(self):
         c = self.config
-        attention = make_attention(c, "attention")
-        before, after = sublayer_norms(c, "norm_attention")
-        if context is not None:
-            context = before(context[0]), context[1]
-        a_BTD = attention(before(x_BTD), call, context)
-        if call.access == "write":
+        self.attention = make_attention(c)
+        self.norm_attention = make_norm(c)
+        self.dropout_attention_output = make_dropout(c, "attention_output")
+
+    def setup_mlp(self):
+        c = self.config
+        self.mlp = make_mlp(c)
+        self.norm_mlp = make_norm(c)
+        self.dropout_mlp_output = make_dropout(c, "mlp_output")
+
+    def __call__(self, x_BTD, call, context=None):
+        """`context` = (states [B, S, D], their call, ...): attend to these instead of to x."""
+        a_BTD = self.attention_increment(x_BTD, call, context)
+        if a_BTD is None:
             return None
-        a_BTD = apply_dropout(c, "attention_output", after(a_BTD), call)
-        return a_BTD + masked_mlp(self, c, after_attention(c, x_BTD, a_BTD), call)
+        return a_BTD + self.mlp_increment(mlp_input(self.config, x_BTD, a_BTD), call)
+
+    def attention_increment(self, x_BTD, call, context=None):
+        """None if the call only writes keys and values."""
+        c = self.config
+        if context is not None:
+            context = norm_input(c, self.norm_attention, context[0]), context[1]
+        a_BTD = self.attention(norm_input(c, self.norm_attention, x_BTD), call, context)
+        if a_BTD is None:
+            return None
+        a_BTD = norm_output(c, self.norm_attention, a_BTD)
+        return with_dropout(self.dropout_attention_output, a_BTD, call)
+
+    def mlp_increment(self, x_BTD, call, context=None):
+        """`context` is not used: it is there for routed blocks, which pass one to either part."""
+        c, norm, dropout = self.config, self.norm_mlp, self.dropout_mlp_output
+        y_BTD = norm_input(c, norm, x_BTD)
+        if not c.dropout.skips or c.moe is not None or call.train or self.is_initializing():
+            return with_dropout(dropout, norm_output(c, norm, self.mlp(y_BTD, call)), call)
+        return self._mlp_of_open_tokens(y_BTD, call)
+
+    def _mlp_of_open_tokens(self, y_BTD, call):
+        """The MLP for tokens whose mask is not all 0, and the fraction of them in `stats`."""
+        c, mask_BTD = self.config, self.dropout_mlp_output.mask(y_BTD, call)
+        real_BT = call.real(len(y_BTD))
+        open_BT = jnp.any(mask_BTD > 0, axis=-1) & real_BT
+        if not call.decode:
+            computed = means.over(open_BT.astype(jnp.float32), real_BT)
+            means.sow(self, "stats", "mlp/computed_fraction", computed)
+            sow_choice(self, "mlp_computed", open_BT, call)
+        m_BTD = open_rows.compute(self.mlp, y_BTD, open_BT, c.dropout.attention.skip_tile)
+        m_BTD = norm_output(c, self.norm_mlp, m_BTD)
+        return (m_BTD.astype(jnp.float32) * mask_BTD).astype(m_BTD.dtype)
 
 
 class SkipMLP(nn.Module):
-    """A small pre-norm MLP for tokens that a depth-routed block skips; returns the increment."""
+    """A small pre-norm MLP for tokens that a routed block skips; returns the increment."""
 
     config: BlockConfig
     hidden: int
@@ -52,31 +96,35 @@ class SkipMLP(nn.Module):
     def __call__(self, x_BTD):
         c = self.config
         mlp = MLP(self.hidden, c.mlp.activation, c.use_bias, c.std, c.std_out, c.dtype, name="mlp")
-        return mlp(make_norm(c, "norm")(x_BTD), None)
+        return mlp(make_norm(c, "norm")(x_BTD))
 
 
-def make_norm(c, name):
-    """A norm of the block `c` (a `BlockConfig`) under the given name."""
-    return norms.make_norm(c.norm, use_bias=c.use_bias, eps=c.norm_eps, dtype=c.dtype, name=name)
+def norm_input(c, norm, x):
+    """The input of an attention or MLP of the block `c`: normalised, unless `c` is post-norm."""
+    return x if c.kind == "post_norm" else norm(x)
 
 
-def sublayer_norms(c, name):
-    """What the input of an attention or an MLP of the block `c` passes, and what its output: one of
-    the two is the norm of this name, the other nothing."""
-    norm = make_norm(c, name)
-    return (_as_it_is, norm) if c.kind == "post_norm" else (norm, _as_it_is)
+def norm_output(c, norm, y):
+    """Its output: normalised if `c` is post-norm."""
+    return norm(y) if c.kind == "post_norm" else y
 
 
-def after_attention(c, x, a):
-    """What the next part of the block `c` reads after an attention, or attentions, gave `a`."""
+def mlp_input(c, x, a):
+    """What the MLP of the block `c` reads after attention gave the increment `a`."""
     return x if c.kind == "parallel" else x + a
 
 
-def _as_it_is(x):
-    return x
+def with_dropout(dropout, x, call):
+    """`dropout` is a module (x, call) -> x, or None."""
+    return x if dropout is None else dropout(x, call)
 
 
-def make_attention(c, name, kind=Attention, **changes):
+def make_norm(c, name=None):
+    """A norm of the block `c` (a `BlockConfig`)."""
+    return norms.make_norm(c.norm, use_bias=c.use_bias, eps=c.norm_eps, dtype=c.dtype, name=name)
+
+
+def make_attention(c, name=None, kind=Attention, **changes):
     """The attention of the block `c`, of this class and with these fields changed."""
     probs_dropout = None
     if c.dropout.active("attention_probs"):
@@ -94,17 +142,30 @@ def make_attention(c, name, kind=Attention, **changes):
     return kind(**{**fields, **changes})
 
 
-def make_mlp(c, name):
-    """An MLP, or the experts that stand in its place."""
+def make_mlp(c, name=None):
+    """The MLP of the block `c`, or its experts."""
     options = c.hidden, c.mlp.activation, c.use_bias, c.std, c.std_out, c.dtype
     if c.moe is None:
         return MLP(*options, name=name)
     return MoE(c.moe, *options, router_std=ROUTER_STD * c.router_scale, name=name)
 
 
+# ---- forms that the latent family, the encoder-decoder and soft experts still use -----------------
+
+
+def sublayer_norms(c, name):
+    norm = make_norm(c, name)
+    return partial(norm_input, c, norm), partial(norm_output, c, norm)
+
+
+after_attention = mlp_input
+
+
+def apply_dropout(config, site, x_BTD, call, name=None):
+    return with_dropout(make_dropout(config, site, name=name or f"dropout_{site}"), x_BTD, call)
+
+
 def masked_mlp(module, c, x_BTD, call):
-    """Norm, MLP and dropout of a block: [B, T, D]. Where the mask is known before the MLP and the
-    config says so, the MLP leaves closed tokens out; their share is then sown."""
     mlp, (before, after) = make_mlp(c, "mlp"), sublayer_norms(c, "norm_mlp")
     y_BTD = before(x_BTD)
     if not c.dropout.skips or c.moe is not None or call.train or module.is_initializing():
@@ -118,8 +179,3 @@ def masked_mlp(module, c, x_BTD, call):
         sow_choice(module, "mlp_computed", open_BT, call)
     m_BTD = after(open_rows.compute(mlp, y_BTD, open_BT, c.dropout.attention.skip_tile))
     return (m_BTD.astype(jnp.float32) * mask_BTD).astype(m_BTD.dtype)
-
-
-def apply_dropout(config, site, x_BTD, call, name=None):
-    dropout = make_dropout(config, site, name=name or f"dropout_{site}")
-    return x_BTD if dropout is None else dropout(x_BTD, call)

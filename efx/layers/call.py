@@ -60,6 +60,7 @@ class Call:
       selectable_BT: bool, the tokens that routing may select, or None: all.
       mask_input_BTD: what learned dropout reads instead of the activations, or None.
       token_places: `TokenPlaces` for controls that select by token id, or None.
+      routing_key: key of random selections, or None.
       cache: a `CacheView` while decoding, else None.
       encoder: (states [B, S, D], their `Call`) for cross-attention, or None. Routing passes it on
         whole: a block that computes some of the tokens reads all encoder states.
@@ -67,7 +68,7 @@ class Call:
       train: dropout is on.
       selection: how routed blocks select tokens. "train": as configured for training (top-k looks
         ahead in the sequence). "topk": top-k, whatever training does. "causal": the decision that
-        sampling uses. Or the name of a trained decision.
+        sampling uses. "off": no tokens. Or the name of a trained decision.
     """
 
     positions_BT: Any
@@ -78,6 +79,7 @@ class Call:
     selectable_BT: Any = None
     mask_input_BTD: Any = None
     token_places: Any = None
+    routing_key: Any = None
     cache: CacheView | None = None
     encoder: Any = None
     has_gaps: bool = struct.field(pytree_node=False, default=False)
@@ -138,6 +140,21 @@ class Call:
             token_places=None,
             has_gaps=True,
         )
+
+    def take_rows(self, index_C):
+        """The `Call` of these rows, one new token each, while decoding."""
+
+        def gathered(x_B1, fill=0):
+            if x_B1 is None:
+                return None
+            x_1C = selection.take(jnp.swapaxes(x_B1, 0, 1), index_C[None], fill)
+            return jnp.swapaxes(x_1C, 0, 1)
+
+        return self.replace(
+            positions_BT=gathered(self.positions_BT, fill=-1),
+            count_BT=gathered(self.count_BT),
+            mask_input_BTD=gathered(self.mask_input_BTD),
+        ).with_cache(rows_B=index_C)
 
     def documents(self):
         """`plans.Documents` of a packed sequence, else None."""

@@ -5,9 +5,6 @@ routed) stands with them.
 """
 
 import dataclasses
-import functools
-import itertools
-import logging
 from typing import Literal
 
 import jax.numpy as jnp
@@ -21,7 +18,6 @@ from efx.settings import (
     Natural,
     NonNegative,
     Number,
-    Pieces,
     PiecesOrNone,
     Places,
     Positive,
@@ -33,7 +29,6 @@ Activation = Literal["gelu", "gelu_tanh", "swiglu"]  # "gelu" is the exact one
 Norm = Literal["layernorm", "rmsnorm"]
 Remat = Literal["none", "full", "dots"]  # what the backward pass computes again; "dots": not these
 Initialisation = Literal["gpt2", "spike_no_more"]
-Decision = Literal["aux_loss", "predictor", "threshold"]
 Site = Literal["embedding", "attention_probs", "attention_output", "mlp_output"]
 # How a block puts its attention A and its MLP M together; what it adds to the residual x is
 #   "pre_norm"   a + M(norm(x + a)),  a = A(norm x)   (Radford et al. 2019, GPT-2)
@@ -260,207 +255,6 @@ class MLPConfig:
     @property
     def matrices(self):
         return 3 if self.activation == "swiglu" else 2
-
-
-@block("config.model.depth_routing")
-class DepthRoutingConfig:
-    """Which blocks compute some of the tokens only, and how these are chosen."""
-
-    # "mod": Mixture-of-Depths. "recursion": the blocks between the first and the last are one
-    # shared stack, applied `recursions` times, each time to tokens that its router picks among
-    # those of the time before (Mixture-of-Recursions, arXiv 2507.10524, "middle-cycle" sharing).
-    kind: Literal["none", "mod", "recursion"] = "none"
-    recursions: Pieces = 2
-    every: Count = 2  # blocks every-1, 2*every-1, ... are routed
-    # or these, zero-based; of two streams the encoder's, then the decoder's, numbered through
-    blocks: tuple[Natural, ...] = ()
-    # Fraction of a sequence that a routed block computes; one value, or one for each routed block.
-    # "recursion": one for each recursion step, or c for 1, c, c^2... A step that computes all
-    # tokens has no router.
-    capacity: Fraction | tuple[Fraction, ...] = 0.125
-    # ((f, c), ...): until the fraction f of the training steps, capacity c, of a recursion 1, c,
-    # c^2...; then, and whenever the model does not train, `capacity`.
-    capacity_stages: tuple[tuple[Number, ...], ...] = ()
-    # What multiplies a block's increment, of the score: "identity" in the paper, equation 1.
-    # "twice_sigmoid" is 1 for a score of 0: a router of zeros leaves a finished block what it was.
-    # With "one" the router learns from the loss of the decision "aux_loss" alone.
-    gate: Literal["identity", "sigmoid", "tanh", "twice_sigmoid", "one"] = "sigmoid"
-    # In training. "threshold": as the causal decision of that name, after `threshold_warmup` steps
-    # of top-k. Or a control without router, gate or trained decision, which evaluates and samples
-    # as it trains: "stochastic" (the paper's: random tokens, others in each batch),
-    # "position" (evenly spaced positions), "token_hash" (some types of tokens, by a hash of their
-    # ids).
-    train_selection: Literal["topk", "threshold", "stochastic", "position", "token_hash"] = "topk"
-    causal: Decision = "aux_loss"  # for evaluation and sampling
-    also_train: tuple[Decision, ...] = ()  # further decisions, trained and evaluated beside it
-    predictor_hidden: Natural = 0  # 0: width / 2
-    threshold_decay: Probability = 0.99  # of the running (1 - capacity) quantile of the scores
-    threshold_warmup: Natural = 100  # steps of top-k before train_selection="threshold" begins
-    bce_reaches_input: bool = True  # the router's loss also trains what lies below it
-    # A causal decision is not bound to the capacity c: there is room for ceil(c T slack) tokens of
-    # a sequence, and what comes after is left out and counted as overflow.
-    slack: AtLeastOne = 2.0
-    kv_for_skipped: bool = False  # skipped tokens still write keys and values
-    skip_mlp: Natural = 0  # hidden width of a small MLP for skipped tokens; 0: none
-
-    def check(self):
-        ends = [stage[0] for stage in self.capacity_stages if len(stage) == 2]
-        if (
-            len(ends) < len(self.capacity_stages)
-            or not all(0 < capacity <= 1 for _, capacity in self.capacity_stages)
-            or ends != sorted(set(ends))
-            or not all(0 < end < 1 for end in ends)
-        ):
-            raise UsageError(
-                f"{self.where}.capacity_stages={self.capacity_stages}: expected ((fraction of "
-                "training, capacity), ...) with increasing fractions between 0 and 1 and "
-                "capacities in (0, 1]"
-            )
-
-    def check_depth(self, *depths):
-        """UsageError unless stacks of so many blocks can be routed so."""
-        blocks, count = self.blocks, sum(depths)
-        if any(b >= count for b in blocks) or list(blocks) != sorted(set(blocks)):
-            raise UsageError(
-                f"{self.where}.blocks={blocks}: expected ascending block numbers between 0 and "
-                f"{count - 1}"
-            )
-        if self.kind == "recursion":
-            self._check_recursion(count)
-        say_if_the_router_is_fixed(self)
-        if self.kind == "mod" and not blocks and self.every > max(depths):
-            raise UsageError(
-                f"{self.where}.every={self.every}: the stack has {max(depths)} blocks, so none "
-                f"would be routed; use a smaller number, or {self.where}.kind='none'"
-            )
-        try:
-            self.routed_blocks(*depths)
-        except ValueError:
-            raise UsageError(
-                f"{self.where}.capacity={self.capacity}: expected one value, or one for each "
-                "routed block"
-            ) from None
-
-    def _check_recursion(self, depth):
-        if depth < 3:
-            raise UsageError(
-                f"config.model.depth={depth}: {self.where}.kind='recursion' needs at least 3 "
-                "blocks: the first, the last and a repeated one"
-            )
-        if self.control:
-            raise UsageError(
-                f"{self.where}.train_selection={self.train_selection!r}: not with "
-                f"{self.where}.kind='recursion', because each of its steps selects among the "
-                "tokens of the step before"
-            )
-        if self.blocks:
-            raise UsageError(
-                f"{self.where}.blocks={self.blocks}: not with {self.where}.kind='recursion', "
-                "because it repeats all blocks between the first and the last; leave it at ()"
-            )
-        shares = self.shares
-        if len(shares) != self.recursions or list(shares) != sorted(shares, reverse=True):
-            raise UsageError(
-                f"{self.where}.capacity={self.capacity}: expected one value, or one for each "
-                f"of the {self.recursions} steps ({self.where}.recursions), none larger than "
-                "the one before"
-            )
-        if self.capacity_stages and (len(shares) < 2 or shares[0] < 1):
-            raise UsageError(
-                f"{self.where}.capacity_stages={self.capacity_stages}: a stage of a recursion "
-                f"is 1, c, c^2...: {self.where}.recursions must be at least 2, and the first "
-                f"step must compute all tokens, also in {self.where}.capacity={self.capacity}"
-            )
-
-    @property
-    def control(self):
-        """Whether tokens are chosen without a look at what they hold."""
-        return self.train_selection not in ("topk", "threshold")
-
-    @property
-    def by_type(self):
-        """Whether it is told which tokens these are, see `Tokens.types`."""
-        return self.kind != "none" and self.train_selection == "token_hash"
-
-    @property
-    def exact(self):
-        """Whether as many tokens of each sequence are chosen in training as the capacity says. What
-        chooses so many in the mean only has the room of a causal decision in training too."""
-        return self.train_selection != "threshold" and not self.by_type
-
-    @property
-    def looks_ahead(self):
-        """Whether the selection in training depends on later tokens."""
-        return self.kind != "none" and self.train_selection == "topk"
-
-    @property
-    def trained(self):
-        """The causal decisions that are trained, the one that samples first."""
-        if self.control:
-            return ()
-        names = (self.causal, *self.also_train)
-        if self.train_selection == "threshold":
-            names += ("threshold",)
-        return tuple(dict.fromkeys(names))
-
-    def routed_blocks(self, *depths):
-        """{block index: capacity} of stacks of so many blocks, numbered through; `every` counts in
-        each of them. ValueError if lengths differ."""
-        if self.kind != "mod":
-            return {}
-        chosen = self.blocks
-        if not chosen:
-            starts = itertools.accumulate((0, *depths[:-1]))
-            chosen = tuple(
-                start + i
-                for start, depth in zip(starts, depths, strict=True)
-                for i in range(self.every - 1, depth, self.every)
-            )
-        capacities = self.capacity
-        if not isinstance(capacities, tuple):
-            capacities = (capacities,) * len(chosen)
-        return dict(zip(chosen, capacities, strict=True))
-
-    @property
-    def shares(self):
-        """Fractions of the sequence that the steps of a recursion compute."""
-        if isinstance(self.capacity, tuple):
-            return self.capacity
-        return tuple(self.capacity**i for i in range(self.recursions))
-
-    def step_is_routed(self, number):
-        """Whether this step of a recursion has a router: it leaves tokens out, at this stage of the
-        training or at another, so that the parameters are the same at all of them."""
-        return self.shares[number] < 1 or (number > 0 and bool(self.capacity_stages))
-
-    def budget(self, capacity, length, documents=None):
-        """`plans.Budget` that a causal decision has."""
-        slack = 1.0 if self.control and self.exact else self.slack
-        return plans.Budget(capacity * slack, length, documents)
-
-    def room(self, capacity, length):
-        """Slots that a causal decision has in a sequence of `length` tokens."""
-        return self.budget(capacity, length).size
-
-    def slots(self, capacity, length, selection):
-        """Slots that a routed block computes in a sequence of `length` tokens."""
-        if selection == "train" and self.exact:
-            return plans.capacity(capacity, length)
-        return self.room(capacity, length)
-
-
-@functools.cache
-def say_if_the_router_is_fixed(c):
-    """A warning, once a process, where nothing trains the routers by these `DepthRoutingConfig`."""
-    if c.kind == "none" or c.control or c.gate != "one" or "aux_loss" in c.trained:
-        return
-    logging.getLogger(__name__).warning(
-        "config.model.depth_routing.gate='one': without the decision 'aux_loss' (causal=%r, "
-        "also_train=%r) no loss trains the routers, so their scores stay random; add it to "
-        "also_train, or use another gate",
-        c.causal,
-        c.also_train,
-    )
 
 
 @block("config.model.soft_experts")

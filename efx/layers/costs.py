@@ -4,6 +4,7 @@ A multiply-add is 2 FLOPs; see `efx.flops` for what is counted.
 """
 
 from efx import flops
+from efx.routing.decisions import DECISIONS
 
 
 def attention_flops(b, tokens, pairs, context=None):
@@ -59,20 +60,59 @@ def _soft_mlp_flops(b, tokens):
     )
 
 
-def _predictor_width(b, r):
-    return (r.predictor_hidden or max(1, b.width // 2)) if "predictor" in r.trained else 0
-
-
 def routing_flops(b, r, length):
-    """What routing adds: scores and decisions, and the skip MLP, which is computed for every
-    token and kept for the skipped ones."""
-    hidden = _predictor_width(b, r)
-    predictor = flops.matmul(length, b.width, hidden) + flops.matmul(length, hidden, 1)
-    router = 0 if r.control else flops.matmul(length, b.width, 1)
-    counted = {"router": router + predictor}
+    """Nominal FLOPs of routing itself: scores, decisions, and the skip MLP, which is computed for
+    every token and kept for the skipped ones."""
+    router = 0 if r.is_control else flops.matmul(length, b.width, 1)
+    trained = (DECISIONS[name].flops(r, b.width, length) for name in r.trained_decisions)
+    counted = {"router": router + sum(trained)}
     if r.skip_mlp:
         counted["skip_mlp"] = b.mlp.matrices * flops.matmul(length, b.width, r.skip_mlp)
     return counted
+
+
+def stack_flops(specs, length, mode, measured=None):
+    """{component: nominal FLOPs} of one sequence; `specs` are those of `Model.blocks`, and see
+    `Model.ledger`."""
+    return flops.add(
+        component
+        for path, spec in specs.items()
+        for component in _layer_flops(spec, length, mode, (measured or {}).get(path))
+    )
+
+
+def _layer_flops(spec, length, mode, measured):
+    """measured: (fraction of the tokens, fraction of the causal pairs) that were routed, or None:
+    the slots of a routed block are full."""
+    r, window = spec.routing, spec.blocks[0].attention.window
+    all_pairs = flops.causal_pairs(length, window)
+    # Pairs among the computed tokens, and pairs of these with all tokens before them.
+    tokens, pairs, pairs_with_all = length, all_pairs, all_pairs
+    if r is not None:
+        yield routing_flops(spec.blocks[0], r, length)
+        if measured is not None:
+            tokens = measured[0] * length
+            routed_pairs = measured[1] * flops.causal_pairs(length)
+            pairs = flops.thinned_pairs(tokens, length, window, routed_pairs)
+        else:
+            tokens = r.slots(spec.capacity, length, mode)
+            pairs = flops.thinned_pairs(tokens, length, window)
+        pairs_with_all = all_pairs * tokens / length
+    attends_all = r is not None and r.target == "mlp"
+    for b, sees_all in spec.attentions:
+        if attends_all:
+            queries, keys, counted, masked = length, length, all_pairs, all_pairs
+        else:
+            queries, masked = tokens, pairs
+            keys, counted = (length, pairs_with_all) if sees_all else (tokens, pairs)
+        yield attention_flops(b, queries, counted, keys)
+        yield mask_flops(b, queries, masked, "attention_output")
+    mlp_tokens, mlp_pairs = tokens, pairs
+    if r is not None and r.target == "attention":
+        mlp_tokens, mlp_pairs = length, all_pairs
+    for b in spec.blocks:
+        yield mlp_flops(b, mlp_tokens, mode)
+        yield mask_flops(b, mlp_tokens, mlp_pairs, "mlp_output")
 
 
 # ---- learned dropout ---------------------------------------------------------------------------

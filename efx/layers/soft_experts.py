@@ -186,7 +186,7 @@ class SoftBlock(nn.Module):
     config: BlockConfig
     norm_context: str = "norm_attention"
 
-    writes_as_it_goes: ClassVar[bool] = False
+    kv_depends_on_block_output: ClassVar[bool] = False
 
     @nn.compact
     def __call__(self, x_BTD, call, context=None):

@@ -1,4 +1,4 @@
-"""Stacks of layers, unrolled or scanned: what every family is built from."""
+"""Stacks of layers, unrolled or scanned: the trunk of every family."""
 
 import dataclasses
 import re
@@ -13,12 +13,16 @@ from efx import sharding
 from efx.errors import UsageError
 from efx.layers import kernels, linear
 from efx.layers.block import Block, SkipMLP
-from efx.layers.config import BlockConfig, DenseFormerConfig, DepthRoutingConfig
+from efx.layers.config import BlockConfig, DenseFormerConfig, with_experts, with_soft_experts
 from efx.layers.dense_former import Averages
 from efx.layers.soft_experts import SoftBlock
-from efx.routing import quantiles
-from efx.routing.mod import DepthRouted
+from efx.routing import selection
+from efx.routing.config import DepthRoutingConfig
+from efx.routing.mod import MoDBlock
+from efx.routing.recursion import RecursionStep, SharedBlocks, recursion_steps
 from efx.sharding import constrain
+
+_keeps_selections = jax.checkpoint_policies.save_only_these_names(selection.SELECTION)
 
 
 def _any_of(*policies):
@@ -26,22 +30,22 @@ def _any_of(*policies):
 
 
 REMAT_POLICIES = {
-    "full": None,
-    # Keep the results of projections (on GPUs rotated ones) and of kernels of attention, and what
-    # devices have exchanged of it; recompute everything cheap and the scores of attention that no
-    # kernel computes.
+    "full": _keeps_selections,
+    # Keep the results of projections (on GPUs rotated ones), of attention kernels and of exchanges
+    # between devices; recompute elementwise work and the attention scores of plain XLA.
     "dots": _any_of(
         jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
         linear.is_projection,
         sharding.is_exchanged,
         kernels.keeps,
+        _keeps_selections,
     ),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """One layer of a stack: a block, and how depth routing wraps it (None: it is not routed)."""
+    """One layer of a stack: a block, and how it is routed (None: it computes all tokens)."""
 
     block: BlockConfig
     routing: DepthRoutingConfig | None = None
@@ -51,7 +55,7 @@ class LayerSpec:
 
     @property
     def module(self):
-        """The module of a layer, made from its spec: (state, call) -> state."""
+        """The module of the layer, made from its spec: (state, call) -> state."""
         return Layer
 
     @property
@@ -65,67 +69,61 @@ class LayerSpec:
         return (self.block,)
 
     @property
+    def new_blocks(self):
+        """The blocks whose parameters no earlier layer has."""
+        return self.blocks
+
+    @property
     def attentions(self):
         """((the block of an attention, whether its keys are those of all tokens and not only of
-        the computed ones), ...)."""
+        routed ones), ...)."""
         return ((self.block, self.routing is not None and self.routing.kv_for_skipped),)
 
     @property
     def parts(self):
-        """{name inside of the layer: spec} of what is routed, or not, by itself."""
+        """{name inside of the layer: spec} of all that is routed, or not, by itself."""
         return {"": self}
 
 
-@dataclasses.dataclass(frozen=True)
-class RecursionStep:
-    """One step of a recursion: a pass through the blocks that all steps share.
+def layer_specs(b, c):
+    """The layers of the stack of a family.
 
-    Attributes:
-      number: of the step, from 0.
-      blocks: the shared blocks.
-      routing: None: all tokens, with no router.
-      capacity, survivors: shares of the sequence that this step computes, and the one before.
+    Args:
+      b: `BlockConfig` of a block without experts.
+      c: resolved config of the family, with `depth`, `mlp`, `depth_routing`, `soft_experts`.
     """
+    layers = tuple(stream_specs(b, c, c.depth, c.depth_routing.routed_blocks(c.depth)))
+    if c.depth_routing.kind != "recursion":
+        return layers
+    shared = tuple(spec.block for spec in layers[1:-1])
+    return layers[0], *recursion_steps(c.depth_routing, shared), layers[-1]
 
-    number: int
-    blocks: tuple[BlockConfig, ...]
-    routing: DepthRoutingConfig | None = None
-    capacity: float = 1.0
-    survivors: float = 1.0
 
-    @property
-    def name(self):
-        return f"recursion_{self.number}"
+def stream_specs(b, c, depth, capacities, kind=LayerSpec, **fields):
+    """Specs of `depth` layers, of which those in `capacities` = {index: capacity} are routed.
 
-    stream: ClassVar[None] = None
-
-    @property
-    def new_blocks(self):
-        """Those of the blocks whose parameters no earlier layer has."""
-        return () if self.number else self.blocks
-
-    @property
-    def attentions(self):
-        whole = self.routing is not None and self.routing.kv_for_skipped
-        return tuple((block, whole) for block in self.blocks)
-
-    @property
-    def parts(self):
-        return {"": self}
+    Args:
+      b, c: as in `layer_specs`.
+      kind: `LayerSpec`, or a subclass with these further fields.
+    """
+    for i in range(depth):
+        block = dataclasses.replace(b, attention=b.attention.of_block(i))
+        block = with_soft_experts(with_experts(block, c.mlp, i), c.soft_experts, i)
+        routed = dict(routing=c.depth_routing, capacity=capacities[i]) if i in capacities else {}
+        yield kind(block=block, **routed, **fields)
 
 
 def names(specs):
-    """What the layers of a stack are called: `block_<i>`, numbered by their parameters."""
+    """Names of the layers of a stack: `block_<i>`, numbered by their parameters."""
     result, index = [], 0
     for spec in specs:
-        step = isinstance(spec, RecursionStep)
-        result.append(spec.name if step else f"block_{index}")
-        index += len(spec.new_blocks) if step else 1
+        result.append(spec.name if isinstance(spec, RecursionStep) else f"block_{index}")
+        index += len(getattr(spec, "new_blocks", (spec,)))
     return result
 
 
 def by_path(stack, specs):
-    """{path in the tree of parameters: spec} of what is routed, or not, by itself.
+    """{path in the tree of parameters: spec} of all that is routed, or not, by itself.
 
     Args:
       stack: name of the stack.
@@ -137,23 +135,21 @@ def by_path(stack, specs):
     }
 
 
-# What a block is made of, by the names that its modules have in it. The mask of the embedding is in
-# no block.
+# Names of the modules of a block. The mask of the embedding is in no block.
 _IN_A_BLOCK = re.compile("(cross_)?attention|(skip_)?mlp|soft|dropout_(?!embedding$).*")
 
 
 def layer_of(path):
-    """The path of the layer that a module is in, and of a module in no layer, such as the mask of
-    the embedding, its own. It is told from the path alone, so that it holds for whatever a family
-    is made of: what is above the parts of a block is a layer."""
+    """Path of the layer that the module at this path belongs to; of a module in no layer, such as
+    the mask of the embedding, its own path."""
     names = path.split("/")
     parts = (i for i, name in enumerate(names) if _IN_A_BLOCK.fullmatch(name))
     return "/".join(names[: next(parts, None)])
 
 
 def label(path):
-    """How such a path is called in reports: `block_1`, of two streams `block_1/decoder`, of a mask
-    in no layer `embedding`."""
+    """Name of a layer in reports: `block_1`, of two streams `block_1/decoder`, of a mask in no
+    layer `embedding`."""
     names = (name for name in path.split("/") if name != "layers")
     return "/".join(name.removeprefix("dropout_") for name in names)
 
@@ -168,7 +164,7 @@ class Layer(nn.Module):
         if spec.routing is None:
             self.inner = spec.make_block()
         else:
-            self.inner = DepthRouted(spec.make_block, spec.routing, spec.capacity, _skip_mlp(spec))
+            self.inner = MoDBlock(spec.make_block, spec.routing, spec.capacity, _skip_mlp(spec))
         # A routed layer has a dense layer's parameters at the same paths, plus its router.
         nn.share_scope(self, self.inner)
 
@@ -185,9 +181,9 @@ class Layer(nn.Module):
 
 
 def _skip_mlp(spec):
-    """What makes the skip MLP of a routed layer or of a recursion step, or None."""
+    """Constructor of the MLP for tokens that a routed layer skips, or None."""
     hidden = spec.routing.skip_mlp
-    return partial(SkipMLP, spec.blocks[0], hidden) if hidden else None
+    return partial(SkipMLP, spec.block, hidden) if hidden else None
 
 
 class _Unit(nn.Module):
@@ -245,9 +241,8 @@ class Stack(nn.Module):
                     "means": 0,
                     "masks": 0,
                     "state": 0,
-                    quantiles.COLLECTION: 0,
                 },
-                split_rngs={"params": True, "dropout": True, "routing": True},
+                split_rngs={"params": True, "dropout": True},
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )
             x_BTD, _ = scanned(self.specs[:size], self.remat, name="units")(x_BTD, call)
@@ -258,64 +253,22 @@ class Stack(nn.Module):
                 x_BTD = before[i](x_BTD)
             if not isinstance(spec, RecursionStep):
                 layer = _layer_class(spec, self.remat, scanned=False)(spec, name=name)
-                x_BTD = average(i + 1, spec.stream, x_BTD, layer(x_BTD, call))
-                continue
-            if shared is None:
-                inner = map(LayerSpec, spec.blocks)
-                shared = SharedStack(
-                    tuple(
-                        _layer_class(s, self.remat, scanned=False)(s, name=f"block_{i}")
-                        for i, s in enumerate(inner, 1)
-                    )
-                )
-            choosing = call.replace(selectable_BT=selectable_BT)
-            y_BTD, selectable_BT = self._step(spec, shared, x_BTD, choosing)
+                y_BTD = layer(x_BTD, call)
+            else:
+                shared = shared or self._shared_blocks(spec)
+                selectable = call.replace(selectable_BT=selectable_BT)
+                y_BTD, selectable_BT = spec.apply(shared, x_BTD, selectable)
             x_BTD = average(i + 1, spec.stream, x_BTD, y_BTD)
         return x_BTD
 
-    def _step(self, spec, shared, x_BTD, call):
-        """(x, the tokens that the next step chooses from, or None: all)."""
-        call = call.with_cache(tag=spec.name)
-        if spec.routing is None:
-            return shared.through(x_BTD, call), None
-        routed = DepthRouted(
-            None,
-            spec.routing,
-            spec.capacity,
-            _skip_mlp(spec),
-            shared=shared,
-            survivors=spec.survivors,
-            name=spec.name,
+    def _shared_blocks(self, step):
+        specs = map(LayerSpec, step.blocks)
+        return SharedBlocks(
+            tuple(
+                _layer_class(spec, self.remat, scanned=False)(spec, name=f"block_{i}")
+                for i, spec in enumerate(specs, 1)
+            )
         )
-        x_BTD, selectable_BT = routed.route(x_BTD, call)
-        return constrain(x_BTD, "batch", "length", "act_embed"), selectable_BT
-
-
-class SharedStack(nn.Module):
-    """Layers that belong to a module outside, one after another, as a block to be routed."""
-
-    layers: tuple[nn.Module, ...]
-
-    writes_as_it_goes: ClassVar[bool] = True
-
-    @property
-    def config(self):
-        return self.layers[0].spec.block
-
-    def through(self, x_BTD, call, context=None):
-        for layer in self.layers:
-            x_BTD = layer(x_BTD, call, context)
-            if context is not None:
-                # What the next layer attends to: of the tokens that are computed their new states,
-                # of the others what they were.
-                all_BSD, all_call, plan = context
-                context = plan.put(all_BSD, x_BTD), all_call, plan
-        return x_BTD
-
-    def __call__(self, x_BTD, call, context=None):
-        """The increment of all of them together. `context` = (tokens [B, S, D], their call, the
-        plan by which x was taken from them): each layer attends over these instead of over x."""
-        return self.through(x_BTD, call, context) - x_BTD
 
 
 def _layer_class(spec, remat, scanned):

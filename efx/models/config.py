@@ -7,12 +7,12 @@ from efx.layers.config import (
     AttentionConfig,
     BlockConfig,
     BlockKind,
-    DepthRoutingConfig,
     DropoutConfig,
     MLPConfig,
     MuPConfig,
     Remat,
 )
+from efx.routing.config import DepthRoutingConfig
 from efx.settings import Count, Natural, NonNegative, Pieces, Places, Positive, block
 
 # The settings by which the same model is computed otherwise, as a regex.

@@ -4,12 +4,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import flops
-from efx.layers import costs, learned_dropout, norms, stack_specs
+from efx.layers import costs, learned_dropout, norms
 from efx.layers.linear import Embedding, broadcast
 from efx.layers.mup import deviations
-from efx.layers.stack import Stack
+from efx.layers.stack import Stack, layer_specs
 from efx.models.language_model import LanguageModel
-from efx.routing.controls import make_token_types
+from efx.routing.controls import TokenPlacement
 from efx.sharding import constrain
 
 
@@ -27,7 +27,9 @@ class Decoder(LanguageModel):
         block = self.block()
         self.dropout_embedding = learned_dropout.make_dropout(block, "embedding")
         self.mask_input = learned_dropout.make_mask_input(block)
-        self.token_types = make_token_types(c.depth_routing, self.vocab_size)
+        self.token_types = None
+        if c.depth_routing.needs_token_places:
+            self.token_types = TokenPlacement(self.vocab_size)
         self.layers = Stack(self.specs(), c.scan_layers, c.remat, c.dense_former)
         self.norm_final = norms.make_norm(
             c.norm, use_bias=c.use_bias, eps=c.norm_eps, dtype=self.dtype, name=None
@@ -79,21 +81,21 @@ class Decoder(LanguageModel):
         c, std = self.config, self.deviations.hidden
         return c.block(
             std=std,
-            std_out=std / (2 * c.depth) ** 0.5,
+            std_out=std / (2 * c.depth_routing.effective_depth(c.depth)) ** 0.5,
             dtype=self.dtype,
             router_scale=c.mup.logit_scale(c.width),
         )
 
     def specs(self):
         """The layers of the stack."""
-        return stack_specs.make(self.block(), self.config)
+        return layer_specs(self.block(), self.config)
 
     @nn.nowrap
     def ledger(self, length, selection="train", shares=None):
         c = self.config
         pairs = flops.causal_pairs(length, c.attention.window)
         parts = [
-            stack_specs.stack_flops(self.blocks(), length, selection, shares),
+            costs.stack_flops(self.blocks(), length, selection, shares),
             costs.embedding_mask_flops(self.block(), length, pairs),
             self.head_flops(length, c.width),
         ]

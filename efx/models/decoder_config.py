@@ -5,13 +5,13 @@ from typing import ClassVar, Literal
 
 from efx.layers.config import (
     DenseFormerConfig,
-    DepthRoutingConfig,
     Initialisation,
     MuPConfig,
     Norm,
     SoftExpertsConfig,
 )
 from efx.models.config import ModelConfig, check_stack
+from efx.routing.config import DepthRoutingConfig
 from efx.settings import block
 
 # What a preset decides where a setting is None.

@@ -69,6 +69,7 @@ class LanguageModel(nn.Module):
             positions_BT,
             segment_ids_BT,
             cache=CacheView(cache_size) if decode else None,
+            routing_key=self.make_rng("routing") if self.has_rng("routing") else None,
             train=train,
             selection=selection,
         )

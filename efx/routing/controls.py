@@ -1,19 +1,15 @@
-"""Controls of depth routing: tokens are chosen without a look at what they hold.
+"""Controls of depth routing: tokens are selected without a look at their content.
 
-What learned routing is worth is the distance to these. None has a router, a gate (it is 1) or a
-decision to be trained: what they choose does not depend on later tokens, so training, evaluation
-and sampling choose alike.
+The distance to these is what learned routing is worth. None has a router, a gate (it is 1) or a
+trained decision: no selection depends on later tokens.
 
-    stochastic       top-k of Gaussian noise, drawn afresh for every block, row and batch (Raposo et
-                     al. 2024, arXiv 2404.02258, section 3.4)
-    position         the first of every 1/capacity positions, in every block
-    token_hash       the occurrences of some types of tokens (a type is an entry of the vocabulary),
-                     others in each block, chosen by a hash of their ids as in Hash Layers (Roller
-                     et al. 2021, arXiv 2106.04426), balanced by how frequent types are
+    stochastic   random tokens, drawn afresh for every block, row and batch (Raposo et al. 2024,
+                 arXiv 2404.02258, section 3.4); training takes the top-k of the same numbers
+    position     the first of every 1/capacity positions, in every block
+    token_hash   the occurrences of some token ids, others in each block, by a hash of the ids as in
+                 Hash Layers (Roller et al. 2021, arXiv 2106.04426), balanced by their frequencies
 
-A control that tells from a token by itself whether to compute it, by whatever is known of it
-without its activations, is one function in `BY_TOKEN`, whose name is one of the choices of
-`DepthRoutingConfig.train_selection` too.
+A new control is one function and a row of `CONTROLS`.
 """
 
 import fractions
@@ -26,8 +22,7 @@ from flax import linen as nn
 from efx.errors import UsageError
 from efx.layers.call import TokenPlaces
 
-# Seeds of blocks are below this.
-SEEDS = 4096
+SEEDS = 4096  # seeds of blocks are below this
 
 
 def position(call, seed, capacity):
@@ -39,49 +34,59 @@ def position(call, seed, capacity):
     a, b = fractions.Fraction(capacity).limit_denominator(4096).as_integer_ratio()
     if capacity < 1 / 4096:  # the nearest fraction would be 0, or larger
         a, b = 1, min(math.ceil(1 / capacity), 2**30)
-    # Of each b positions by themselves: a times a position may be more than an int32 holds.
+    # Modulo b first: a times a position may exceed int32.
     inner_BT = call.positions_BT % b
     return inner_BT == b * ((a * inner_BT + a - 1) // b) // a
 
 
 def token_hash(call, seed, capacity):
-    """The types on an arc of length `capacity` of the circle of all types, which begins where the
-    block's seed says."""
-    return (_places_of_types(call, seed) + seed / SEEDS) % 1.0 < capacity
+    """The ids on an arc of length `capacity` of the circle of all ids, which begins where the
+    block's seed says.
 
-
-def _uniform(seed, number_BT):
-    """Numbers in [0, 1), [B, T], each drawn by (seed, number)."""
-    key = jax.random.key(seed)
-    draw = jax.vmap(jax.vmap(lambda number: jax.random.uniform(jax.random.fold_in(key, number))))
-    return draw(number_BT)
-
-
-def _places_of_types(call, seed):
-    """A place in [0, 1) for each token, [B, T], on the part of the line that its type has.
-
-    It is drawn by (seed, position), so of a type that lies across a boundary as many tokens fall on
-    either side as its parts are long, and what is chosen is the capacity in the mean.
+    A token's point on the interval of its id is drawn by (seed, position), so that of an id that
+    lies across the end of the arc the right fraction of tokens is selected.
     """
     places = call.token_places
-    return places.start_BT + places.length_BT * _uniform(seed, call.positions_BT)
+    key = jax.random.key(seed)
+    draw = jax.vmap(jax.vmap(lambda number: jax.random.uniform(jax.random.fold_in(key, number))))
+    place_BT = places.start_BT + places.length_BT * draw(call.positions_BT)
+    return (place_BT + seed / SEEDS) % 1.0 < capacity
 
 
-# name: (call, seed, capacity) -> bool [B or 1, T], which tokens to compute. `seed` is an int32 of
-# the block's own, drawn when the model is initialised and kept with its state.
-BY_TOKEN = {
-    "position": position,
-    "token_hash": token_hash,
-}
-STOCHASTIC = "stochastic"
+def stochastic(call, seed, capacity):
+    """Each token with the probability `capacity`."""
+    return uniform_scores(call, seed) < capacity
 
 
-class TokenTypes(nn.Module):
-    """Where the types of tokens lie on a line on which each is as long as it is frequent.
+def uniform_scores(call, seed):
+    """A number in [0, 1) for each token, [B, T], drawn by (call's key, seed, row, position): the
+    same in a longer row, and in decoding with the same key."""
+    if call.routing_key is None:
+        raise UsageError(
+            "config.model.depth_routing.train_selection='stochastic' needs a key: call the model "
+            "with rngs={'routing': key}"
+        )
 
-    How frequent types are is counted in training: `share`, in the collection `state`, is the mean
-    over the steps of their shares of the tokens of a step; before the first step all are equal. A
-    step counts its tokens after it has decided about them.
+    def draw(key, position):
+        return jax.random.uniform(jax.random.fold_in(key, position))
+
+    keys_B = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(
+        jax.random.fold_in(call.routing_key, seed), jnp.arange(len(call.positions_BT))
+    )
+    return jax.vmap(jax.vmap(draw, in_axes=(None, 0)))(keys_B, call.positions_BT)
+
+
+# name: (call, seed, capacity) -> bool [B or 1, T]: the selected tokens. `seed` is an int32 of the
+# block, drawn when the model is initialised and kept in the collection `state`.
+CONTROLS = {"stochastic": stochastic, "position": position, "token_hash": token_hash}
+
+
+class TokenPlacement(nn.Module):
+    """Place the ids of tokens on a line on which each is as long as it is frequent.
+
+    Frequencies are counted in training: `share`, in the collection `state`, is the mean over steps
+    of the fraction of each id. Before the first step all are equal. A step counts its tokens after
+    it has used the old counts.
     """
 
     vocab_size: int
@@ -105,25 +110,3 @@ class TokenTypes(nn.Module):
             share.value += (now_V - share.value) / (steps.value + 1)
             steps.value += 1
         return TokenPlaces(start_V[tokens_BT], share_V[tokens_BT])
-
-
-def make_token_types(routing, vocab_size):
-    """What makes `Tokens.types` for blocks that are routed so, or None where they need none."""
-    if not routing.by_type:
-        return None
-    return TokenTypes(vocab_size)
-
-
-def noise(module, batch, length):
-    """N(0, 1), [B, T], of a module with the rng stream "routing".
-
-    Whoever asks for the same batch and length with the same key gets the same numbers, however
-    often the module was called before. `make_rng` counts calls, and decoding may call a stack twice
-    for what is one call of a full pass: for memory tokens, and for the others.
-    """
-    if not module.has_rng("routing"):
-        raise UsageError(
-            f"config.model.depth_routing.train_selection={STOCHASTIC!r} needs a key: call the "
-            "model with rngs={'routing': key}"
-        )
-    return jax.random.normal(module.scope.rngs["routing"].as_jax_rng(), (batch, length))

@@ -1,71 +1,133 @@
-"""Causal decisions of depth routing: which token to compute, told from that token alone.
+"""Gates and causal decisions of depth routing.
 
-Training selects by top-k over a sequence, which looks ahead. A sampler cannot, so a decision is
-trained to agree with it: "aux_loss", the sign of the router's score, and "predictor", the sign of
-a small network's output (both Raposo et al. 2024, arXiv 2404.02258, section 3.5); or "threshold",
-whether the score exceeds a running quantile (Expert Threshold, arXiv 2603.11535).
+Training selects tokens by top-k over a sequence, which looks ahead. A sampler cannot, so a causal
+decision, made from one token alone, is trained to agree with it:
+
+    aux_loss    r > 0; the loss `router_bce` trains the router's scores to be a classifier
+    predictor   p(x) > 0, p a small network beside the router, trained by `predictor_bce`
+    threshold   r > theta, theta a running quantile of the scores
+
+The first two are of Raposo et al. 2024, arXiv 2404.02258, section 3.5; the third is Expert
+Threshold, arXiv 2603.11535. Each is a module that turns tokens and scores into a logit, to be
+compared with 0; a new one is a class and a row of `DECISIONS`.
 """
 
-import functools
-from typing import NamedTuple
+from functools import partial
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from efx import means
+from efx import flops, means
 from efx.parameter import parameter
-from efx.routing import plans
+from efx.routing import selection
 
-# Under which name the loss that trains a decision is sown. The threshold is not trained by one.
-LOSSES = {"aux_loss": "router_bce", "predictor": "predictor_bce"}
-
-
-class Decision(NamedTuple):
-    """What is decided about the tokens of a sequence.
-
-    Attributes:
-      plan: of the tokens that are computed. budget: what it was made by.
-      room: `plans.Budget` of a causal decision.
-      wanted_BT: {name: bool [B, T]} of each decision, whether there is room or not.
-      logit_BT: {name: what it compares with 0}. top: the plan that looks ahead, which trained
-        decisions are to agree with.
-    """
-
-    plan: plans.Plan
-    budget: plans.Budget
-    room: plans.Budget
-    wanted_BT: dict
-    logit_BT: dict | None = None
-    top: plans.Plan | None = None
+# Factor on the increment of a selected token, as a function of its score.
+GATES = {
+    "identity": lambda r: r,  # the paper's equation 1
+    "sigmoid": jax.nn.sigmoid,
+    "tanh": jnp.tanh,
+    "twice_sigmoid": lambda r: 2.0 * jax.nn.sigmoid(r),  # 1 for r = 0
+    "one": jnp.ones_like,
+}
 
 
-class Predictor(nn.Module):
-    """p = W2 silu(W1 x): [B, T, D] -> logits [B, T] in float32.
-
-    The paper gives no sizes; `hidden` is D/2 by default. The caller stops the gradient of x.
+class Decision(nn.Module):
+    """Base of the decisions: (x [B, T, D], scores [B, T]) -> logits [B, T], float32.
 
     Attributes:
-      scales: factors on what W1 and W2 start from.
+      config: a `DepthRoutingConfig`. capacity: c of the block. width: D.
+      router_scale: factor on the initial values of routers, see `mup`.
+      loss: name of the loss that trains it against top-k, or None.
     """
 
-    hidden: int
-    scales: tuple[float, float] = (1.0, 1.0)
+    config: Any
+    capacity: float
+    width: int
+    router_scale: float = 1.0
+
+    loss: ClassVar[str | None] = None
+
+    @staticmethod
+    def flops(config, width, tokens):
+        return 0
+
+
+class RouterSign(Decision):
+    """r > 0."""
+
+    loss: ClassVar[str] = "router_bce"
+
+    def __call__(self, x_BTD, score_BT):
+        return score_BT
+
+
+class Predictor(Decision):
+    """W2 silu(W1 sg(x)) > 0. The paper gives no sizes; the hidden width is D/2 by default."""
+
+    loss: ClassVar[str] = "predictor_bce"
+
+    @staticmethod
+    def hidden(config, width):
+        return config.predictor_hidden or max(1, width // 2)
+
+    @staticmethod
+    def flops(config, width, tokens):
+        hidden = Predictor.hidden(config, width)
+        return flops.matmul(tokens, width, hidden) + flops.matmul(tokens, hidden, 1)
 
     @nn.compact
-    def __call__(self, x_BTD):
+    def __call__(self, x_BTD, score_BT):
+        # muP: the fan-in of both layers lets them start smaller the wider the model is. The layer
+        # whose number of outputs does not grow with the width starts smaller still.
+        fixed_width = bool(self.config.predictor_hidden)
+        scales = (self.router_scale**0.5, 1.0) if fixed_width else (1.0, self.router_scale**0.5)
+        hidden = self.hidden(self.config, self.width)
+
         def kernel(name, scale, shape, axes):
             init = nn.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal")
             return parameter(self, name, init, shape, axes)
 
-        inward, outward = self.scales
-        inward_DF = kernel("kernel_in", inward, (x_BTD.shape[-1], self.hidden), ("embed", "mlp"))
-        outward_FX = kernel("kernel_out", outward, (self.hidden, 1), ("mlp", None))
-        # Accelerators would round what a product of float32 is given.
-        einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-        h_BTF = jax.nn.silu(einsum("BTD,DF->BTF", x_BTD.astype(jnp.float32), inward_DF))
-        return einsum("BTF,FX->BTX", h_BTF, outward_FX)[..., 0]
+        in_DF = kernel("kernel_in", scales[0], (self.width, hidden), ("embed", "mlp"))
+        out_FX = kernel("kernel_out", scales[1], (hidden, 1), ("mlp", None))
+        # Accelerators would round the inputs of a float32 product.
+        einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+        x_BTD = jax.lax.stop_gradient(x_BTD).astype(jnp.float32)
+        logit_BT = einsum("BTF,FX->BTX", jax.nn.silu(einsum("BTD,DF->BTF", x_BTD, in_DF)), out_FX)
+        self.sow("intermediates", "logits", logit_BT[..., 0])
+        return logit_BT[..., 0]
+
+
+class Threshold(Decision):
+    """r > theta, theta a running mean of the (1 - c) quantile of the scores.
+
+    The collection `state` holds `quantile` (theta) and `steps`, the number of updates.
+    """
+
+    def setup(self):
+        self.quantile = self.variable("state", "quantile", jnp.zeros, (), jnp.float32)
+        self.steps = self.variable("state", "steps", jnp.zeros, (), jnp.int32)
+
+    def __call__(self, x_BTD, score_BT):
+        return score_BT - self.quantile.value
+
+    def update(self, score_BT, valid_BT):
+        """Move theta towards the quantile of this batch.
+
+        Scores drift together, so early averages must be short: of step t the decay is
+        min(threshold_decay, 1 - 1 / (1 + 0.1 t)).
+        """
+        new = selection.topk_threshold(jax.lax.stop_gradient(score_BT), self.capacity, valid_BT)
+        decay = jnp.minimum(self.config.threshold_decay, 1.0 - 1.0 / (1.0 + 0.1 * self.steps.value))
+        is_known = jnp.isfinite(new)
+        old = self.quantile.value
+        self.quantile.value = jnp.where(is_known, decay * old + (1.0 - decay) * new, old)
+        self.steps.value += is_known
+
+
+DECISIONS = {"aux_loss": RouterSign, "predictor": Predictor, "threshold": Threshold}
 
 
 def cross_entropy(logit_BT, target_BT, valid_BT):
@@ -74,44 +136,34 @@ def cross_entropy(logit_BT, target_BT, valid_BT):
     return means.over(loss_BT, valid_BT)
 
 
-def statistics(decided_BT, run_BT, target_BT, valid_BT, real_BT):
-    """{name: Mean} of a decision, measured on all valid tokens of the batch.
-
-    accuracy, precision and recall against top-k, and what `fractions` tells.
-
-    Args:
-      valid_BT: the tokens that the decision is about, or None: all. It wants no others.
-      run_BT, real_BT: as in `fractions`.
-    """
-    both = jnp.sum(decided_BT & target_BT, dtype=jnp.float32)
+def agreement(selected_BT, target_BT, valid_BT):
+    """{name: Mean} of how well a decision agrees with top-k: accuracy, precision, recall."""
+    both = jnp.sum(selected_BT & target_BT, dtype=jnp.float32)
     return {
-        "accuracy": means.over((decided_BT == target_BT).astype(jnp.float32), valid_BT),
-        "precision": means.Mean(both, jnp.sum(decided_BT, dtype=jnp.float32)),
+        "accuracy": means.over((selected_BT == target_BT).astype(jnp.float32), valid_BT),
+        "precision": means.Mean(both, jnp.sum(selected_BT, dtype=jnp.float32)),
         "recall": means.Mean(both, jnp.sum(target_BT, dtype=jnp.float32)),
-        **fractions(decided_BT, run_BT, real_BT),
     }
 
 
-def fractions(decided_BT, run_BT, real_BT):
-    """{name: Mean} of what is chosen, however it was.
+def fractions(selected_BT, admitted_BT, real_BT):
+    """{name: Mean} of the tokens that a decision selects.
 
-    decided_fraction: tokens that are wanted; overflow_fraction: those of them that find no room;
-    pairs_fraction: (query, key) pairs among the tokens that are routed, of those among all tokens.
+    decided_fraction: selected before the causal limit; overflow_fraction: selected but not
+    admitted; pairs_fraction: (query, key) pairs among admitted tokens, of those among all tokens.
 
     Args:
-      run_BT: those of the decided that are computed.
-      real_BT: the tokens of the sequence, or None: all. More than those decided about, when these
-        are the survivors of an earlier decision: the capacity is a share of the sequence too.
+      real_BT: the tokens of the sequence, or None: all. In a recursion more than may be selected.
     """
-    length = decided_BT.shape[1]
-    real_BT = jnp.ones_like(decided_BT) if real_BT is None else real_BT
+    length = selected_BT.shape[1]
+    real_BT = jnp.ones_like(selected_BT) if real_BT is None else real_BT
     tokens = jnp.sum(real_BT, dtype=jnp.float32)
     rows = jnp.sum(jnp.any(real_BT, axis=1), dtype=jnp.float32)
-    routed_B = jnp.sum(run_BT, axis=1, dtype=jnp.float32)
+    routed_B = jnp.sum(admitted_BT, axis=1, dtype=jnp.float32)
     pairs = jnp.sum(routed_B * (routed_B + 1.0)) / (length * (length + 1.0))
-    lost = jnp.sum(decided_BT & ~run_BT, dtype=jnp.float32)
+    lost = jnp.sum(selected_BT & ~admitted_BT, dtype=jnp.float32)
     return {
-        "decided_fraction": means.Mean(jnp.sum(decided_BT, dtype=jnp.float32), tokens),
+        "decided_fraction": means.Mean(jnp.sum(selected_BT, dtype=jnp.float32), tokens),
         "overflow_fraction": means.Mean(lost, tokens),
         "pairs_fraction": means.Mean(pairs, rows),
     }

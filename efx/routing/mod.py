@@ -1,8 +1,13 @@
-"""Depth routing: a wrapper round any residual block that computes it for some tokens only.
+"""Mixture-of-Depths: a block that computes only some of the tokens.
 
-Mixture-of-Depths (Raposo et al. 2024, arXiv 2404.02258, section 3). For router weights
-r = x w, the C tokens with the largest r in a sequence pass through the block:
-    out_i = x_i + g(r_i) * delta(X_routed)_i   if i is routed,   x_i otherwise.
+    r_t   = router(x_t)                                  one score per token
+    out_t = x_t + gate(r_t) * delta(x_selected)_t        for selected tokens
+    out_t = x_t                                          for all others
+
+Raposo et al. 2024, arXiv 2404.02258, section 3. Training selects the top k of each sequence, which
+looks ahead. Evaluation and sampling use a causal decision (`decisions`) under a limit that depends
+on the position alone (`selection.admit`). Selected tokens keep their order and their original
+positions, so that attention among them is causal as it is.
 """
 
 from collections.abc import Callable
@@ -12,38 +17,27 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import means, sharding
-from efx.layers import kv_cache
-from efx.layers.config import DepthRoutingConfig
 from efx.layers.linear import onto
 from efx.layers.moe import ROUTER_STD
+from efx.layers.norms import RMSNorm
 from efx.layers.report import choices_requested, sow_choice
 from efx.parameter import parameter
-from efx.routing import controls, decisions, plans, quantiles
-
-GATES = {
-    "identity": lambda r: r,  # the paper's equation 1
-    "sigmoid": jax.nn.sigmoid,
-    "tanh": jnp.tanh,
-    "twice_sigmoid": lambda r: 2.0 * jax.nn.sigmoid(r),  # 1 where r is 0
-    "one": jnp.ones_like,
-}
+from efx.routing import admission, controls, decisions, selection
+from efx.routing.config import DepthRoutingConfig
+from efx.routing.decisions import DECISIONS, GATES
 
 
-class DepthRouted(nn.Module):
-    """x [B, T, D] -> x with the block's increment added to the routed tokens.
+class MoDBlock(nn.Module):
+    """x [B, T, D] -> x with the increment of a block, or of a part of it, for the selected tokens.
 
-    Sows the losses of its decisions (`router_bce`, `predictor_bce`) and, into `stats`, how well
-    each decision agrees with top-k and how many tokens it routes. Where "threshold" is trained,
-    the collection `state` holds the running quantile, which the training step moves by what is sown
-    into `quantiles.COLLECTION`; of a control that is drawn once, it holds the seed.
+    Sows the losses of its decisions (`router_bce`, `predictor_bce`) and statistics of each. A
+    threshold is a variable in the collection `state`, updated in training.
 
     Attributes:
-      make_block: constructor of the block, a module (x, call, context=None) -> increment. With
-        `writes_as_it_goes`, what it keeps of a token that it computes is not made of x alone.
-      capacity: share of the sequence that is routed.
-      make_skip_mlp: constructor of the skip MLP, a module x -> increment, or None.
-      shared: the block itself instead, where it belongs to a module outside and is used elsewhere.
-      survivors: share of the sequence that may be routed, see `Tokens.selectable_BT`.
+      make_block: constructor of the block, a module (x, call, context=None) -> increment.
+      capacity: fraction of the sequence that is routed.
+      make_skip_mlp: constructor of the MLP for skipped tokens, x -> increment, or None.
+      shared: a block that belongs to a module outside (a recursion's), in place of `make_block`.
     """
 
     make_block: Callable | None
@@ -51,7 +45,6 @@ class DepthRouted(nn.Module):
     capacity: float
     make_skip_mlp: Callable | None = None
     shared: nn.Module | None = None
-    survivors: float = 1.0
 
     def setup(self):
         if self.shared is None:
@@ -59,266 +52,259 @@ class DepthRouted(nn.Module):
             nn.share_scope(self, self.block)
         else:
             self.block = self.shared
-        block, trained = self.block.config, self.config.trained
-        if not self.config.control:
-            # One router for each block, never shared, without bias. Starting at zero would make
-            # every score equal and the first selection the first C tokens.
-            init = nn.initializers.normal(ROUTER_STD * block.router_scale)
-            self.router = parameter(self, "router", init, (block.width,), ("norm",))
-        if self.config.train_selection in controls.BY_TOKEN:
-            # `position` needs none and has one as the others do.
-            self.seed = self.variable(
-                "state",
-                "seed",
-                lambda: jax.random.randint(self.make_rng("params"), (), 0, controls.SEEDS),
-            )
-        if "predictor" in trained:
-            hidden, scale = self.config.predictor_hidden, block.router_scale**0.5
-            # The fan-in of both layers lets them start smaller the wider the model is. What has
-            # few outputs whatever the width starts smaller still.
-            self.predictor = decisions.Predictor(
-                hidden or max(1, block.width // 2), (scale, 1.0) if hidden else (1.0, scale)
-            )
-        if "threshold" in trained:
-            self.quantile = self.variable("state", "quantile", jnp.zeros, (), jnp.float32)
-            self.quantile_steps = self.variable("state", "quantile_steps", jnp.zeros, (), jnp.int32)
+        c, b = self.config, self.block.config
+        if c.is_control:
+            self.seed = self.variable("state", "seed", self._draw_seed)
+        else:
+            # Starting at zero would make all scores equal: the first C tokens would be selected.
+            init = nn.initializers.normal(ROUTER_STD * b.router_scale)
+            self.router = parameter(self, "router", init, (b.width,), ("norm",))
+        if c.router_norm == "rms":
+            self.norm_router = RMSNorm(b.norm_eps, jnp.float32)
+        for name in c.trained_decisions:
+            setattr(self, name, DECISIONS[name](c, self.capacity, b.width, b.router_scale))
         if self.make_skip_mlp is not None:
             self.skip_mlp = self.make_skip_mlp()
+
+    def _draw_seed(self):
+        return jax.random.randint(self.make_rng("params"), (), 0, controls.SEEDS)
 
     def __call__(self, x_BTD, call):
         return self.route(x_BTD, call)[0]
 
     def route(self, x_BTD, call):
-        """(x as described above, bool [B, T]: the tokens that were routed)."""
-        call, score_BT = call.for_rows(x_BTD.shape[0]), self.scores(x_BTD)
+        """(output [B, T, D], mask [B, T] of the tokens that were computed)."""
+        call, is_parallel = call.for_rows(len(x_BTD)), self.block.config.kind == "parallel"
+        if self.config.target == "block":
+            return self._route(x_BTD, x_BTD, call)
+        if self.config.target == "attention":
+            out_BTD, mask_BT = self._route(x_BTD, x_BTD, call)
+            read_BTD = x_BTD if is_parallel else out_BTD
+            return out_BTD + self.block.mlp_increment(read_BTD, call), mask_BT
+        attended_BTD = x_BTD + self.block.attention_increment(x_BTD, call)
+        return self._route(attended_BTD, x_BTD if is_parallel else attended_BTD, call)
+
+    def _route(self, start_BTD, x_BTD, call):
+        """(start + gate * part(x) for the selected tokens, their mask)."""
+        routed_BTD = self.norm_router(x_BTD) if self.config.router_norm == "rms" else x_BTD
+        score_BT = self._score(routed_BTD)
         if call.decode:
-            return self._decode(x_BTD, score_BT, call)
-        decision = self._decide(x_BTD, score_BT, call)
-        self._report(x_BTD, decision, call)
-        context = (x_BTD, call, decision.plan) if self.config.kv_for_skipped else None
-        run_BT = plans.selected(decision.plan, x_BTD.shape[1])
-        start_BTD = self._add_skip_mlp(x_BTD, ~run_BT)
-        routed_call = decision.plan.call(call, decision.budget)
-        gate_BT = self._gate(score_BT)
-        self._report_choices(decision, run_BT, gate_BT, call)
-        return _apply(
-            self.block, decision.plan, start_BTD, x_BTD, gate_BT, routed_call, context
-        ), run_BT
+            selected_BT, count_BT = self._select_new(routed_BTD, score_BT, call)
+        else:
+            selected_BT = self._select(routed_BTD, score_BT, call)
+            count_BT = selection.running_count(selected_BT, call.segment_ids_BT)
+        if self.make_skip_mlp is not None:
+            start_BTD = start_BTD + jnp.where(selected_BT[..., None], 0, self.skip_mlp(x_BTD))
+        gate_BT = GATES["one" if self.config.is_control else self.config.gate](score_BT)
+        compute, inner = self._compute, call.replace(count_BT=count_BT)
+        if call.decode:
+            compute = self._compute_new
+        elif choices_requested(self):
+            sow_choice(self, "routed", selected_BT, call)
+            if not self.config.is_control:
+                sow_choice(self, "gate", jnp.where(selected_BT, gate_BT, 0.0), call)
+        return compute(start_BTD, x_BTD, gate_BT, selected_BT, inner), selected_BT
 
-    # ---- deciding ----
+    def _compute(self, start_BTD, x_BTD, gate_BT, selected_BT, call):
+        slots = self.config.slots(self.capacity, x_BTD.shape[1], call.selection)
+        index_BC = selection.compact(selected_BT, slots)
+        context = (x_BTD, call, index_BC) if self.config.kv_for_skipped else None
+        part, routed = self._part_of(self.block), call.take(index_BC)
+        return _add_gated(part, start_BTD, index_BC, x_BTD, gate_BT, routed, context)
 
-    def scores(self, x_BTD):
+    def _part_of(self, block):
+        target = self.config.target
+        return block if target == "block" else getattr(block, f"{target}_increment")
+
+    # ---- selection ----
+
+    def _score(self, x_BTD):
         """r [B, T] in float32, whatever the dtype of x; 0 without a router."""
-        if self.config.control:
+        if self.config.is_control:
             return jnp.zeros(x_BTD.shape[:2], jnp.float32)
         score_BT = onto(self.router, x_BTD)
         self.sow("intermediates", "router_logits", score_BT)
         return score_BT
 
-    def _decide(self, x_BTD, score_BT, call):
-        """The `Decision` about a whole sequence."""
-        c, (batch, length, _), documents = self.config, x_BTD.shape, call.documents()
-        valid_BT, room = _valid(call), c.budget(self.capacity, length, documents)
-        if c.control:
-            if c.train_selection == controls.STOCHASTIC:
-                # Of all places, padding's too: where a row ends is not known while decoding.
-                drawn = room.top(controls.noise(self, batch, length))
-                chosen_BT = plans.selected(drawn, length)
-            else:
-                chosen_BT = jnp.broadcast_to(self._by_token(call), (batch, length))
-            wanted_BT = _both(chosen_BT, valid_BT)
-            return decisions.Decision(
-                room.first(wanted_BT), room, room, {c.train_selection: wanted_BT}
-            )
-        ahead = plans.Budget(self.capacity, length, documents)
-        top = ahead.top(jax.lax.stop_gradient(score_BT), valid_BT)
-        logit_BT = {name: self._logit(name, x_BTD, score_BT) for name in c.trained}
-        wanted_BT = {name: _both(logit > 0, valid_BT) for name, logit in logit_BT.items()}
+    def _select(self, x_BTD, score_BT, call):
+        """Mask of the tokens of whole sequences that are computed."""
+        c = self.config
+        if call.selection == "off":
+            return jnp.zeros(score_BT.shape, bool)
+        if c.is_control:
+            return self._select_by_control(call)
+        valid_BT = _selectable(call)
+        topk_BT = selection.select_topk(
+            jax.lax.stop_gradient(score_BT), self.capacity, valid_BT, call.segment_ids_BT
+        )
+        logits = {name: getattr(self, name)(x_BTD, score_BT) for name in c.trained_decisions}
+        admitted = {}
+        for name, logit_BT in logits.items():
+            selected_BT = _and(logit_BT > 0, valid_BT)
+            admitted[name] = self._admit(selected_BT, call)
+            self._sow_statistics(name, selected_BT, admitted[name], call, topk_BT)
+            self._sow_loss(name, logit_BT, x_BTD, topk_BT, valid_BT)
+        deciding = call.selection if call.selection in logits else c.causal
+        sow_choice(self, "score", logits[deciding], call)
         if not call.looks_ahead:
-            plan, budget = room.first(wanted_BT[self._deciding(call)]), room
-        elif call.selection == "train" and c.train_selection == "threshold":
-            warm = self.quantile_steps.value >= c.threshold_warmup
-            by_threshold_BT = jnp.where(warm, wanted_BT["threshold"], plans.selected(top, length))
-            plan, budget = room.first(by_threshold_BT), room
+            return admitted[deciding]
+        selected_BT = topk_BT
+        if call.selection == "train" and c.train_selection == "threshold":
+            is_warm = self.threshold.steps.value >= c.threshold_warmup
+            selected_BT = jnp.where(is_warm, admitted["threshold"], topk_BT)
+        if "threshold" in logits and self.is_mutable_collection("state"):
+            if not self.is_initializing():
+                self.threshold.update(score_BT, valid_BT)
+        return selected_BT
+
+    def _select_by_control(self, call):
+        name, valid_BT = self.config.train_selection, _selectable(call)
+        if name == "stochastic" and call.looks_ahead:
+            noise_BT = controls.uniform_scores(call, self.seed.value)
+            selected_BT = selection.select_topk(
+                -noise_BT, self.capacity, valid_BT, call.segment_ids_BT
+            )
         else:
-            plan, budget = top, ahead
-        if "threshold" in c.trained and call.train and not self.is_initializing():
-            self._say_scores(jax.lax.stop_gradient(score_BT), valid_BT)
-        return decisions.Decision(plan, budget, room, wanted_BT, logit_BT, top)
+            selected_BT = controls.CONTROLS[name](call, self.seed.value, self.capacity)
+            selected_BT = _and(selected_BT, valid_BT)
+        admitted_BT = self._admit(selected_BT, call)
+        self._sow_statistics(name, selected_BT, admitted_BT, call)
+        return admitted_BT
 
-    def _deciding(self, call):
-        """The name of the decision that a sampler takes."""
-        name = call.selection
-        return self.config.causal if name == "causal" or call.looks_ahead else name
+    def _admit(self, selected_BT, call):
+        slots = self.config.slots(self.capacity, selected_BT.shape[1], "causal")
+        if self.config.train_selection != "position":
+            rate = self.config.causal_rate(self.capacity)
+            selected_BT = selection.admit(selected_BT, rate, call)
+        # Only a packed row of many documents has more tokens than slots.
+        return selected_BT & (jnp.cumsum(selected_BT, axis=1) <= slots)
 
-    def _by_token(self, call):
-        choose = controls.BY_TOKEN[self.config.train_selection]
-        return choose(call, self.seed.value, self.capacity)
+    # ---- losses and statistics ----
 
-    def _logit(self, name, x_BTD, score_BT):
-        """What a decision compares with 0."""
-        if name == "predictor":
-            logit_BT = self.predictor(jax.lax.stop_gradient(x_BTD))
-            self.sow("intermediates", "predictor_logits", logit_BT)
-            return logit_BT
-        if name == "threshold":
-            return score_BT - self.quantile.value
-        return score_BT
+    def _sow_loss(self, name, logit_BT, x_BTD, topk_BT, valid_BT):
+        loss = DECISIONS[name].loss
+        if loss is None or not means.wanted(self):
+            return
+        if name == "aux_loss" and not self.config.bce_reaches_input:
+            logit_BT = onto(self.router, jax.lax.stop_gradient(x_BTD))
+        bce = decisions.cross_entropy(logit_BT, topk_BT, valid_BT)
+        means.sow(self, "losses", loss, bce)
 
-    def _say_scores(self, score_BT, valid_BT):
-        # Of those that may be routed: together they are routed as often as the capacity says.
-        share, decay = self.capacity / self.survivors, self.config.threshold_decay
-        scores = quantiles.Scores(score_BT, valid_BT, share, decay)
-        self.sow(quantiles.COLLECTION, "quantile", scores)
-
-    # ---- applying ----
-
-    def _gate(self, score_BT):
-        return GATES["one" if self.config.control else self.config.gate](score_BT)
-
-    def _add_skip_mlp(self, x_BTD, skipped_BT):
-        """x with the skip MLP's increment added to the tokens that are not routed."""
-        if self.make_skip_mlp is None:
-            return x_BTD
-        return x_BTD + jnp.where(skipped_BT[..., None], self.skip_mlp(x_BTD), 0)
-
-    # ---- reporting ----
-
-    def _report(self, x_BTD, decision, call):
-        """Losses and diagnostics of every trained decision. Targets are one-hot per row: row b's
-        come from row b alone. The sampling decision's go by "router", the others' by their name."""
+    def _sow_statistics(self, name, selected_BT, admitted_BT, call, topk_BT=None):
+        """Of one decision: its agreement with top-k and the fractions of tokens. Those of the
+        sampling decision are called "router/...", those of others by their name."""
         if not means.wanted(self):
             return
-        c, valid_BT, real_BT = self.config, _valid(call), _real(call)
-        for name, wanted_BT in decision.wanted_BT.items():
-            run_BT = decision.room.fits(wanted_BT)
-            if c.control:
-                stats = decisions.fractions(wanted_BT, run_BT, real_BT)
-            else:
-                target_BT = plans.selected(decision.top, x_BTD.shape[1])
-                stats = decisions.statistics(wanted_BT, run_BT, target_BT, valid_BT, real_BT)
-            prefix = "router" if c.control or name == c.causal else name
-            for key, value in stats.items():
-                means.sow(self, "stats", f"{prefix}/{key}", value)
-            if name in decisions.LOSSES:
-                logit_BT = decision.logit_BT[name]
-                if name == "aux_loss" and not c.bce_reaches_input:
-                    logit_BT = self.scores(jax.lax.stop_gradient(x_BTD))
-                loss = decisions.cross_entropy(logit_BT, target_BT, valid_BT)
-                means.sow(self, "losses", decisions.LOSSES[name], loss)
+        stats = decisions.fractions(selected_BT, admitted_BT, call.real(len(selected_BT)))
+        if topk_BT is not None:
+            stats |= decisions.agreement(selected_BT, topk_BT, _selectable(call))
+        prefix = "router" if self.config.is_control or name == self.config.causal else name
+        for key, value in stats.items():
+            means.sow(self, "stats", f"{prefix}/{key}", value)
 
-    def _report_choices(self, decision, run_BT, gate_BT, call):
-        """Of each token: `routed`, whether it is computed; `wanted`, whether the decision would,
-        had it room; of learned ones `score`, what the causal decision compares with 0, and
-        `gate`, the factor on the increment of a token that is computed, 0 for the others."""
-        if not choices_requested(self):
-            return
-        sow_choice(self, "routed", run_BT, call)
-        if self.config.control:
-            (wanted_BT,) = decision.wanted_BT.values()
-        else:
-            name = self._deciding(call)
-            wanted_BT = decision.wanted_BT[name]
-            sow_choice(self, "score", decision.logit_BT[name], call)
-            sow_choice(self, "gate", jnp.where(run_BT, gate_BT, 0.0), call)
-        sow_choice(self, "wanted", wanted_BT, call)
-
-    # ---- decoding ----
+    # ---- decoding: the same decision and limit for new tokens ----
 
     @nn.compact
-    def _decode(self, x_BTD, score_BT, call):
-        """One or more new tokens for each row, against a cache that holds routed tokens only.
-
-        Those that are routed are computed as many at a time as the causal decision has room for in
-        a sequence of this length, in as many rounds as they need (`plans.in_rounds`): a block that
-        no token wants does not run, as a rule it runs once, and however many want it, the result is
-        that of one token after the other.
-        """
+    def _select_new(self, x_BTD, score_BT, call):
+        """(mask of the new tokens that are computed, their count in the sequence so far)."""
         c = self.config
-        room = c.room(self.capacity, call.cache.size)
-        valid_BT = call.positions_BT >= 0
-        wanted_BT = _both(self._wanted(x_BTD, score_BT, call), valid_BT)
-        wanted_BT = _both(wanted_BT, call.selectable_BT)
-        kv_cache.count(self, "reached", valid_BT, call)
-        counts = dict(computed="routed", refused="overflow")
-        run_BT = kv_cache.admit(self, wanted_BT, room, call.with_cache(tag=""), **counts)
-        # Of several rounds only one has the first tokens.
-        inside = call.replace(selectable_BT=None).with_cache(
-            size=room, kv_size=call.cache.size if c.kv_for_skipped else 0, first=False
+        real_BT = call.positions_BT >= 0
+        if call.selection == "off":
+            selected_BT = jnp.zeros_like(real_BT)
+        elif c.is_control:
+            selected_BT = controls.CONTROLS[c.train_selection](call, self.seed.value, self.capacity)
+        else:
+            name = call.selection if call.selection in c.trained_decisions else c.causal
+            selected_BT = getattr(self, name)(x_BTD, score_BT) > 0
+        selected_BT = _and(_and(selected_BT, real_BT), call.selectable_BT)
+        admission.count_tokens(self, "reached", real_BT, call)
+        rate = 1.0 if c.train_selection == "position" else c.causal_rate(self.capacity)
+        mask_BT, before_B = admission.admit_new_tokens(
+            self, selected_BT, rate, call.with_cache(tag=""), ("routed", "overflow")
         )
-        start_BTD = self._add_skip_mlp(x_BTD, ~run_BT)
+        return mask_BT, before_B[:, None] + selection.running_count(mask_BT)
+
+    def _compute_new(self, start_BTD, x_BTD, gate_BT, selected_BT, call):
+        """`_compute` for new tokens, whose cache holds the keys and values of routed tokens only.
+
+        Tokens are computed in rounds (`selection.in_rounds`): usually one, none if no token is
+        selected. The result is that of one token after another.
+        """
+        c, (batch, length, _) = self.config, x_BTD.shape
+        inner = call.replace(selectable_BT=None, token_places=None).with_cache(
+            size=c.slots(self.capacity, call.cache.size, "causal"),
+            kv_size=call.cache.size if c.kv_for_skipped or c.target == "mlp" else 0,
+            first=False,
+        )
         if self.is_initializing():
-            return start_BTD + self.block(x_BTD, inside), run_BT
-        if c.kv_for_skipped or call.encoder is not None:
-            written = inside.with_cache(access="write")
-            if self.shared is None:
-                inside = inside.with_cache(access="read")
-            if self.block.writes_as_it_goes:
-                # What a token that is computed writes comes of the layer, or of the attention,
-                # before: it writes that as it goes, and here are the others.
-                skipped_BT = jnp.where(run_BT, -1, call.positions_BT)
-                written = written.replace(positions_BT=skipped_BT)
-            self.block(x_BTD, written)
-        return self._in_rounds(x_BTD, start_BTD, self._gate(score_BT), run_BT, inside), run_BT
+            return start_BTD + self._part_of(self.block)(x_BTD, inner)
+        if c.target != "mlp" and (c.kv_for_skipped or call.encoder is not None):
+            inner = self._write_keys_values(x_BTD, selected_BT, inner)
+        if length > 1:
 
-    def _wanted(self, x_BTD, score_BT, call):
-        """bool [B, T], the new tokens that are to be computed."""
-        c = self.config
-        if c.train_selection in controls.BY_TOKEN:
-            return self._by_token(call)
-        if c.train_selection == controls.STOCHASTIC:
-            # Slots of the whole context, the same at each call with the same key.
-            size = call.cache.size
-            noise_BS = controls.noise(self, x_BTD.shape[0], size)
-            chosen_BS = plans.selected(c.budget(self.capacity, size).top(noise_BS), size)
-            positions_BT = call.positions_BT
-            return jax.vmap(lambda chosen, position: chosen[position])(chosen_BS, positions_BT)
-        return self._logit(self._deciding(call), x_BTD, score_BT) > 0
+            def compute(block, index_BC, out_BTD):
+                routed = inner.take(index_BC)
+                return _add_gated(self._part_of(block), out_BTD, index_BC, x_BTD, gate_BT, routed)
 
-    def _in_rounds(self, x_BTD, start_BTD, gate_BT, run_BT, call):
-        """start + gate * block(x) for the tokens that run."""
-        batch, length, _ = x_BTD.shape
-        # Of a single token a row it is rows that are taken, and if they are all, they stay where
-        # they and their caches are.
-        by_row, all_rows = length == 1, plans.WholePlan(run_BT)
-        slots = self.config.room(self.capacity, batch if by_row else length)
-        # On a GPU the host waits for each turn of a loop, and a layer takes the time that its
-        # kernels take to start: of one row as of all. One turn is expected where half a row is. A
-        # single row's block is left out instead.
-        is_gpu = sharding.platform() == "gpu"
-        if by_row and is_gpu and batch > 1 and self.capacity * batch >= 0.5:
-            return _apply(self.block, all_rows, start_BTD, x_BTD, gate_BT, all_rows.call(call))
+            slots = c.slots(self.capacity, length, "causal")
+            return selection.in_rounds(
+                self.block, selected_BT, slots, start_BTD, compute, carries="cache"
+            )
+        slots = selection.num_slots(c.causal_rate(self.capacity), batch)
+        masked = inner.replace(positions_BT=jnp.where(selected_BT, call.positions_BT, -1))
+        # On a GPU a loop waits for the host, and kernels take as long for one row as for all.
+        if sharding.platform() == "gpu" and batch > 1 and self.capacity * batch >= 0.5:
+            return _add_masked(self._part_of(self.block), start_BTD, x_BTD, gate_BT, masked)
 
-        def as_planned(block, plan, out_BTD):
-            if by_row:
-                plan = all_rows if slots == batch else plans.RowPlan(plan)
-            return _apply(block, plan, out_BTD, x_BTD, gate_BT, plan.call(call))
+        def compute_rows(block, index_1C, out_B1D):
+            part = self._part_of(block)
+            if slots == batch:
+                return _add_masked(part, out_B1D, x_BTD, gate_BT, masked)
+            out_1BD, x_1BD, gate_1B = (jnp.swapaxes(y, 0, 1) for y in (out_B1D, x_BTD, gate_BT))
+            out_1BD = _add_gated(
+                lambda x_1CD, call, _: jnp.swapaxes(part(jnp.swapaxes(x_1CD, 0, 1), call), 0, 1),
+                out_1BD, index_1C, x_1BD, gate_1B, inner.take_rows(index_1C[0]),
+            )  # fmt: skip
+            return jnp.swapaxes(out_1BD, 0, 1)
 
-        selected = jnp.swapaxes(run_BT, 0, 1) if by_row else run_BT
-        return plans.in_rounds(self.block, selected, slots, start_BTD, as_planned, carries="cache")
+        selected_1B = jnp.swapaxes(selected_BT, 0, 1)
+        return selection.in_rounds(
+            self.block, selected_1B, slots, start_BTD, compute_rows, carries="cache"
+        )
+
+    def _write_keys_values(self, x_BTD, selected_BT, call):
+        """Cache the keys and values that do not depend on whether a token is computed; returns the
+        call for the computed tokens."""
+        writing = call.with_cache(access="write")
+        if self.block.kv_depends_on_block_output:
+            # Computed tokens write theirs as they are computed.
+            skipped_BT = jnp.where(selected_BT, -1, call.positions_BT)
+            writing = writing.replace(positions_BT=skipped_BT)
+        self._part_of(self.block)(x_BTD, writing)
+        return call if self.shared is not None else call.with_cache(access="read")
 
 
-def _apply(block, plan, out_BTD, x_BTD, gate_BT, call, context=None):
-    """out + gate * block(x) on the tokens of the plan; `call` and `context` are for the block."""
-    delta = block(plan.take(x_BTD), call, context)
-    increment = plans.weighed(delta, plan.take(gate_BT))
-    # Rounded like the increment of a dense block, to the type of the stream that it is added to. A
-    # token is in the plan once, so nothing accumulates here.
-    return plan.add(out_BTD, increment.astype(delta.dtype))
+def _add_gated(part, out_BTD, index_BC, x_BTD, gate_BT, call, context=None):
+    """out + gate * part(x) at these positions, rounded like the increment of a dense block."""
+    delta_BCD = part(selection.take(x_BTD, index_BC), call, context)
+    gated_BCD = selection.weighted(delta_BCD, selection.take(gate_BT, index_BC))
+    return selection.add(out_BTD, index_BC, gated_BCD.astype(delta_BCD.dtype))
 
 
-def _real(call):
-    """bool [B, T]: the tokens that are no padding, or None: all."""
-    return None if call.segment_ids_BT is None else call.segment_ids_BT > 0
+def _add_masked(part, out_BTD, x_BTD, gate_BT, call):
+    """out + gate * part(x), computed for all rows, added where the position is not negative."""
+    delta_BTD = part(x_BTD, call)
+    gated_BTD = selection.weighted(delta_BTD, gate_BT).astype(delta_BTD.dtype)
+    return out_BTD + jnp.where((call.positions_BT >= 0)[..., None], gated_BTD, 0)
 
 
-def _valid(call):
-    """bool [B, T]: those of them that may be routed, or None: all."""
-    return _both(_real(call), call.selectable_BT)
+def _selectable(call):
+    """bool [B, T]: the tokens that may be selected: not padding, and computed by earlier steps."""
+    return _and(call.real(len(call.positions_BT)), call.selectable_BT)
 
 
-def _both(a_BT, b_BT):
-    """Where both hold; None holds everywhere."""
+def _and(a_BT, b_BT):
+    """Both masks; None is all True."""
     if a_BT is None or b_BT is None:
         return b_BT if a_BT is None else a_BT
     return a_BT & b_BT

@@ -48,7 +48,7 @@ TABLE = (
         "router",
         "params",
         "train_selection",
-        exists=lambda c: not c.control,
+        exists=lambda c: not c.is_control,
         exported=lambda c: True,
         # Zero scores make this gate exactly 1.
         converted=lambda c: 0.0 if c.gate == "twice_sigmoid" else None,
@@ -57,7 +57,7 @@ TABLE = (
         "predictor",
         "params",
         "causal",
-        exists=lambda c: "predictor" in c.trained,
+        exists=lambda c: "predictor" in c.trained_decisions,
         exported=lambda c: c.causal == "predictor",
     ),
     RoutingVariable(
@@ -68,32 +68,39 @@ TABLE = (
         exported=lambda c: True,
     ),
     RoutingVariable(
-        "quantile",
+        "norm_router",
+        "params",
+        "router_norm",
+        exists=lambda c: c.router_norm == "rms" and not c.is_control,
+        exported=lambda c: True,
+    ),
+    RoutingVariable(
+        "threshold/quantile",
         "state",
         "causal",
-        exists=lambda c: "threshold" in c.trained,
+        exists=lambda c: "threshold" in c.trained_decisions,
         exported=lambda c: c.causal == "threshold",
         # Below the score 0, so that all tokens are selected until the first training step.
         converted=lambda c: -1.0,
     ),
     RoutingVariable(
-        "quantile_steps",
+        "threshold/steps",
         "state",
         "causal",
-        exists=lambda c: "threshold" in c.trained,
+        exists=lambda c: "threshold" in c.trained_decisions,
         exported=lambda c: False,
     ),
     RoutingVariable(
         "seed",
         "state",
         "train_selection",
-        exists=lambda c: c.train_selection in controls.BY_TOKEN,
+        exists=lambda c: c.train_selection in controls.CONTROLS,
     ),
     RoutingVariable(
         "token_types",
         "state",
         "train_selection",
-        exists=lambda c: c.by_type,
+        exists=lambda c: c.needs_token_places,
         in_block=False,
     ),
 )

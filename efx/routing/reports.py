@@ -37,21 +37,23 @@ def _depth_selections(model):
     """Top-k, and every decision that is trained beside the one that samples. A control does in
     evaluation what it does in training, with other random numbers."""
     routing = routing_of(model)
-    return () if routing is None or routing.control else ("topk", *routing.trained[1:])
+    if routing is None:
+        return ()
+    return ("off",) if routing.is_control else ("topk", *routing.trained_decisions[1:], "off")
 
 
 def _depth_rows(model, length, passes):
     routing = routing_of(model)
     if routing is None:
         return {}
-    if routing.control:
-        rows = passes.loss("causal", routing.train_selection)
+    if routing.is_control:
+        rows = passes.loss("causal", routing.train_selection) | passes.loss("off", "routed_off")
         return rows | _routed(model, length, "router", passes.means["causal"])
-    first, *others = routing.trained
-    rows = passes.loss("topk", "topk")
+    first, *others = routing.trained_decisions
+    rows = passes.loss("topk", "topk") | passes.loss("off", "routed_off")
     for name in others:
         rows |= passes.loss(name, name)
-    for name in routing.trained:
+    for name in routing.trained_decisions:
         prefix, selection = ("router", "causal") if name == first else (name, name)
         rows |= passes.statistics("topk", [f"{prefix}/{key}" for key in AGREEMENT])
         rows |= _routed(model, length, prefix, passes.means[selection])
@@ -65,6 +67,9 @@ def _routed(model, length, prefix, means):
         overflow = means[f"{prefix}/overflow_fraction{tail}"]
         rows[f"eval/{prefix}/routed_fraction{tail}"] = means[key + tail] - overflow
         rows[f"eval/{prefix}/overflow_fraction{tail}"] = overflow
+    blocks = [value for name, value in rows.items() if "/routed_fraction/" in name]
+    rows[f"eval/{prefix}/routed_fraction_min"] = min(blocks)
+    rows[f"eval/{prefix}/routed_fraction_max"] = max(blocks)
     shares = {}
     for path, spec in model.blocks().items():
         if spec.routing is not None:
@@ -78,6 +83,8 @@ DEPTH = Report(
     words={
         "router/accuracy": "; decision accuracy {:.1%}",
         "router/routed_fraction": ", routed {:.1%}",
+        "router/routed_fraction_min": " (by block {:.1%}",
+        "router/routed_fraction_max": " to {:.1%})",
     },
     rows=_depth_rows,
     selections=_depth_selections,
@@ -86,7 +93,9 @@ DEPTH = Report(
 
 def _expert_selections(model):
     moe = _moe_of(model)
-    return ("topk",) if moe is not None and moe.looks_ahead else ()
+    if moe is None:
+        return ()
+    return ("topk",) * moe.looks_ahead + ("off",) * (moe.num_noop > 0)
 
 
 def _expert_rows(model, length, passes):
@@ -95,6 +104,8 @@ def _expert_rows(model, length, passes):
     rows, moe, causal = {}, _moe_of(model), passes.means["causal"]
     if "topk" in passes.means and passes.statistics("causal", ["moe/"]):
         rows |= passes.statistics("topk", ["moe/accuracy"]) | passes.loss("topk", "topk")
+    if moe is not None and moe.num_noop:
+        rows |= passes.loss("off", "routed_off")
     if moe is not None and "moe/computed_fraction" in causal:
         rows["eval/moe/counted_fraction"] = moe.counted_fraction
         if routing_of(model) is None:

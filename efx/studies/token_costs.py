@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from efx import flops
-from efx.layers import costs, stack_specs
+from efx.layers import costs
 from efx.layers.stack import RecursionStep
 from efx.models.adapters.model import Adapted
 
@@ -107,7 +107,7 @@ def _inclusion(model, length, choices):
 
 def _ledger(spec, size, shares):
     measured = None if shares is None else {"": shares}
-    return stack_specs.stack_flops({"": spec}, size, "causal", measured)
+    return costs.stack_flops({"": spec}, size, "causal", measured)
 
 
 @dataclasses.dataclass

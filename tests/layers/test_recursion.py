@@ -16,7 +16,7 @@ from efx.layers import stack
 from efx.layers.block import Block
 from efx.layers.call import Call
 from efx.routing import plans, quantiles
-from efx.routing.mod import DepthRouted
+from efx.routing.mod import MoDBlock
 
 LENGTH = families.LENGTH
 RECURSION = {
@@ -85,7 +85,7 @@ def traced(model, params, tokens_BT, segments_BT=None):
 
     def keep(next_function, arguments, keywords, context):
         result = next_function(*arguments, **keywords)
-        if isinstance(context.module, DepthRouted) and context.method_name == "route":
+        if isinstance(context.module, MoDBlock) and context.method_name == "route":
             seen.append((arguments[0], *result))
         return result
 

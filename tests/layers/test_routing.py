@@ -20,7 +20,7 @@ from efx.layers.config import BlockConfig, say_if_the_router_is_fixed
 from efx.layers.linear import onto
 from efx.layers.stack import Layer
 from efx.routing import plans
-from efx.routing.mod import DepthRouted
+from efx.routing.mod import MoDBlock
 
 # ---- plans -------------------------------------------------------------------------------------
 
@@ -494,7 +494,7 @@ def test_a_gate_multiplies_in_float32_under_bfloat16():
     """The increments of tokens that are 0 elsewhere than where the router looks: what is added is
     the exact product, rounded once. With a gate of 8 bits it was up to twice as far off."""
     spec = layer(dtype="bfloat16")[0].spec
-    module = DepthRouted(functools.partial(Increments, spec.block), spec.routing, spec.capacity)
+    module = MoDBlock(functools.partial(Increments, spec.block), spec.routing, spec.capacity)
     x_BTD = np.zeros((ROWS, LENGTH, 32), jnp.bfloat16)
     x_BTD[..., 0] = activations()[..., 0]
     router_D = np.eye(32, dtype=np.float32)[0]

@@ -3,7 +3,8 @@
 from typing import ClassVar, Literal
 
 from efx.errors import UsageError
-from efx.layers.config import AttentionConfig, DepthRoutingConfig, DropoutConfig, MuPConfig
+from efx.layers.config import AttentionConfig, DropoutConfig, MuPConfig
+from efx.routing.config import DepthRoutingConfig
 from efx.settings import Count, Natural, NonNegative, Pieces, Places, block
 
 

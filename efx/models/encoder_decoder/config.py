@@ -6,13 +6,13 @@ from typing import ClassVar, Literal
 from efx.errors import UsageError
 from efx.layers.config import (
     DenseFormerConfig,
-    DepthRoutingConfig,
     Initialisation,
     MuPConfig,
     Norm,
     SoftExpertsConfig,
 )
 from efx.models.config import ModelConfig, check_stack
+from efx.routing.config import DepthRoutingConfig
 from efx.settings import Natural, PiecesOrNone, block
 
 

@@ -21,14 +21,14 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import flops, means
-from efx.layers import costs, norms, stack_specs
+from efx.layers import costs, norms
 from efx.layers.learned_dropout import make_dropout, make_mask_input
 from efx.layers.linear import Embedding, Linear, broadcast
 from efx.layers.mup import deviations
-from efx.layers.stack import Stack, by_path
+from efx.layers.stack import Stack, by_path, stream_specs
 from efx.models.encoder_decoder.streams import DecoderSpec, EmbeddingLoss, PairSpec
 from efx.models.language_model import LanguageModel
-from efx.routing.controls import make_token_types
+from efx.routing.controls import TokenPlacement
 from efx.sharding import constrain
 
 
@@ -59,7 +59,9 @@ class EncoderDecoder(LanguageModel):
         self.decoder_input = Linear(
             c.width, ("embed", "table"), std.hidden, c.use_bias, dtype=self.dtype
         )
-        self.token_types = make_token_types(c.depth_routing, self.vocab_size)
+        self.token_types = None
+        if c.depth_routing.needs_token_places:
+            self.token_types = TokenPlacement(self.vocab_size)
         specs, last = self.all_specs()
         self.layers = Stack(specs, c.scan_layers, c.remat, c.dense_former)
         self.last = last and Stack((last,), False, c.remat)
@@ -150,11 +152,11 @@ class EncoderDecoder(LanguageModel):
         """(the layers of the stack, the layer after these or None)."""
         c, count = self.config, self.config.encoder_blocks
         routed = c.depth_routing.routed_blocks(count, c.depth)
-        encoder = tuple(stack_specs.stream(self.block(count * 2), c, count, routed))
+        encoder = tuple(stream_specs(self.block(count * 2), c, count, routed))
         block = self.block(c.depth * (2 if c.order == "cross_only" else 3))
         routed = {i - count: capacity for i, capacity in routed.items()}
         fields = dict(cross=c.cross_attention, order=c.order)
-        decoder = tuple(stack_specs.stream(block, c, c.depth, routed, DecoderSpec, **fields))
+        decoder = tuple(stream_specs(block, c, c.depth, routed, DecoderSpec, **fields))
         parallel = c.cross_source == "previous_layer"
         if c.cross_source == "final":
             layers = [(spec,) for spec in (*encoder, *decoder)]
@@ -186,7 +188,7 @@ class EncoderDecoder(LanguageModel):
         pairs = flops.causal_pairs(length, c.attention.window)
         parts = [
             {"decoder_input": flops.matmul(length, c.width, c.width)},
-            stack_specs.stack_flops(self.blocks(), length, selection, shares),
+            costs.stack_flops(self.blocks(), length, selection, shares),
             costs.embedding_mask_flops(self.block(), length, pairs),
             self.head_flops(length, c.width),
         ]

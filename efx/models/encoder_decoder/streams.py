@@ -110,8 +110,8 @@ class DecoderBlock(nn.Module):
         return self.spec.block
 
     @property
-    def writes_as_it_goes(self):
-        """See `DepthRouted`. Self-attention that comes second reads another state than d."""
+    def kv_depends_on_block_output(self):
+        """See `MoDBlock`. Self-attention that comes second reads another state than d."""
         return "self" in ATTENTIONS[self.spec.order][1:]
 
     @nn.compact
@@ -126,14 +126,16 @@ class DecoderBlock(nn.Module):
             calls["cross"] = call.with_cache(kv_size=encoder_call.cache.size)
             if call.access == "write":
                 calls["cross"] = calls["cross"].replace(positions_BT=encoder_call.positions_BT)
-            if not call.cache.kv_size or (self.writes_as_it_goes and call.access == "read"):
+            if not call.cache.kv_size or (
+                self.kv_depends_on_block_output and call.access == "read"
+            ):
                 calls["self"] = call.with_cache(access="both")
         delta_BTD = jnp.zeros_like(d_BTD)
 
         for kind, block in self.spec.kinds.items():
             if call.access != "write":
                 read_BTD = after_attention(self.config, d_BTD, delta_BTD)
-                if context is not None and self.writes_as_it_goes:
+                if context is not None and self.kv_depends_on_block_output:
                     # Computed tokens have read the encoder by then, the others are what they were.
                     contexts["self"] = context[2].put(context[0], read_BTD), context[1]
                 y_BTD = self._attend(kind, block, read_BTD, calls[kind], contexts[kind])

@@ -10,7 +10,6 @@ from efx.layers import mup
 from efx.layers.config import (
     AttentionConfig,
     DenseFormerConfig,
-    DepthRoutingConfig,
     Initialisation,
     MuPConfig,
     SoftExpertsConfig,
@@ -18,6 +17,7 @@ from efx.layers.config import (
 )
 from efx.models.config import MOST_BLOCKS, ModelConfig, check_stack
 from efx.models.latent import groups
+from efx.routing.config import DepthRoutingConfig
 from efx.settings import Count, NonNegative, Pieces, PiecesOrNone, Places, block
 
 ROTARY = ("rope", "both")  # of the choices of `positions`
@@ -131,7 +131,7 @@ class LatentConfig(ModelConfig):
         if self.soft_experts_in != "stack" and not self.soft_experts.num:
             bad("soft_experts_in", f"there are no soft experts; set {self.soft_experts.where}.num")
         check_stack(self, self.depth)
-        if self.depth_routing.by_type:
+        if self.depth_routing.needs_token_places:
             selection = self.depth_routing.train_selection
             raise UsageError(
                 f"{self.depth_routing.where}.train_selection={selection!r}: "

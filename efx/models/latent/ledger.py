@@ -6,7 +6,7 @@ and the output layer, `mask_projections` and `mask_scores` those of all masks.
 """
 
 from efx import flops
-from efx.layers import costs, stack_specs
+from efx.layers import costs
 from efx.models.latent import loss as latent_loss
 
 
@@ -28,7 +28,7 @@ def ledger(model, length, selection, shares):
     places, block = stack_places(c, length), model.stack_block()
     parts = [
         model.head_flops(length, c.level_widths[0]),
-        stack_specs.stack_flops(model.blocks(), places, selection, shares),
+        costs.stack_flops(model.blocks(), places, selection, shares),
         costs.embedding_mask_flops(block, places, _pairs(block, places)),
         latent_loss.loss_flops(c.latent_loss, c.width, latents),
     ]

@@ -29,10 +29,10 @@ from flax import linen as nn
 
 from efx import means
 from efx.errors import UsageError
-from efx.layers import learned_dropout, norms, stack_specs
+from efx.layers import learned_dropout, norms
 from efx.layers.dropout import StandardDropout
 from efx.layers.linear import Embedding, broadcast
-from efx.layers.stack import Stack
+from efx.layers.stack import Stack, layer_specs
 from efx.models.language_model import LanguageModel
 from efx.models.latent import config, group_views, groups, ledger, times
 from efx.models.latent.loss import LatentPrediction
@@ -74,7 +74,7 @@ class Latent(LanguageModel):
 
     def specs(self):
         """The layers of the latent stack; the one place that chooses its blocks, by number."""
-        return stack_specs.make(self.stack_block(), self.config)
+        return layer_specs(self.stack_block(), self.config)
 
     def features(
         self,

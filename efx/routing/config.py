@@ -1,0 +1,234 @@
+"""Settings of depth routing, `config.model.depth_routing`."""
+
+import functools
+import itertools
+import logging
+from typing import Literal
+
+from efx.errors import UsageError
+from efx.routing import controls, selection
+from efx.routing.decisions import DECISIONS, GATES
+from efx.settings import (
+    AtLeastOne,
+    Count,
+    Fraction,
+    Natural,
+    Number,
+    Pieces,
+    Probability,
+    block,
+)
+
+Decision = Literal[tuple(DECISIONS)]
+
+
+@block("config.model.depth_routing")
+class DepthRoutingConfig:
+    """Which blocks compute only some of the tokens, and how these are selected."""
+
+    # "mod": Mixture-of-Depths. "recursion": the blocks between the first and the last are one
+    # shared stack, applied `recursions` times, each time to tokens selected among those of the
+    # previous step (Mixture-of-Recursions, arXiv 2507.10524, "middle-cycle" sharing).
+    kind: Literal["none", "mod", "recursion"] = "none"
+    recursions: Pieces = 2
+    every: Count = 2  # blocks every-1, 2*every-1, ... are routed
+    # or these, zero-based; of two streams the encoder's blocks are numbered before the decoder's
+    blocks: tuple[Natural, ...] = ()
+    # What a routed block routes: all of it, or its attention (all tokens pass the MLP), or its MLP
+    # (all tokens pass the attention, so every token sees every key).
+    target: Literal["block", "attention", "mlp"] = "block"
+    # Fraction of a sequence that a routed block computes; one value, or one for each routed block.
+    # "recursion": one for each step, or c for 1, c, c^2... A step that computes all tokens has no
+    # router.
+    capacity: Fraction | tuple[Fraction, ...] = 0.125
+    # ((f, c), ...): until the fraction f of the training steps, capacity c, of a recursion 1, c,
+    # c^2...; afterwards, and in evaluation, `capacity`.
+    capacity_stages: tuple[tuple[Number, ...], ...] = ()
+    router_norm: Literal["none", "rms"] = "none"  # of the router's input; the paper has none
+    # Factor on a block's increment as a function of the score: "identity" in the paper, equation
+    # 1. "twice_sigmoid" is 1 for a score of 0: a router of zeros leaves a pretrained block as it
+    # is. With "one" only the loss of the decision "aux_loss" trains the router.
+    gate: Literal[tuple(GATES)] = "sigmoid"
+    # In training. "threshold": as the causal decision of that name, after `threshold_warmup` steps
+    # of top-k. Or a control without router, gate or trained decision, see `controls`.
+    train_selection: Literal[("topk", "threshold", *controls.CONTROLS)] = "topk"
+    causal: Decision = "threshold"  # the decision of evaluation and sampling, see `decisions`
+    also_train: tuple[Decision, ...] = ()  # further decisions, trained and evaluated beside it
+    predictor_hidden: Natural = 0  # 0: width / 2
+    threshold_decay: Probability = 0.99  # at most, of the running (1 - capacity) quantile
+    threshold_warmup: Natural = 100  # steps of top-k before train_selection="threshold" begins
+    bce_reaches_input: bool = True  # the router's loss also trains the layers below the router
+    # Causal decisions may select up to ceil(slack * capacity * n) + 4 of the first n tokens.
+    slack: AtLeastOne = 2.0
+    kv_for_skipped: bool = False  # skipped tokens still write keys and values
+    skip_mlp: Natural = 0  # hidden width of a small MLP for skipped tokens; 0: none
+
+    def check(self):
+        ends = [stage[0] for stage in self.capacity_stages if len(stage) == 2]
+        if (
+            len(ends) < len(self.capacity_stages)
+            or not all(0 < capacity <= 1 for _, capacity in self.capacity_stages)
+            or ends != sorted(set(ends))
+            or not all(0 < end < 1 for end in ends)
+        ):
+            raise UsageError(
+                f"{self.where}.capacity_stages={self.capacity_stages}: expected ((fraction of "
+                "training, capacity), ...) with increasing fractions between 0 and 1 and "
+                "capacities in (0, 1]"
+            )
+        if self.target == "mlp" and self.kv_for_skipped:
+            raise UsageError(
+                f"{self.where}.kv_for_skipped=True: not with target='mlp', where all tokens pass "
+                "the attention anyway"
+            )
+        if self.target != "block" and self.kind == "recursion":
+            raise UsageError(
+                f"{self.where}.target={self.target!r}: not with kind='recursion', which repeats "
+                "whole blocks; use 'block'"
+            )
+
+    def check_depth(self, *depths):
+        """Raise UsageError unless stacks of these depths can be routed so."""
+        blocks, count = self.blocks, sum(depths)
+        if any(b >= count for b in blocks) or list(blocks) != sorted(set(blocks)):
+            raise UsageError(
+                f"{self.where}.blocks={blocks}: expected ascending block numbers between 0 and "
+                f"{count - 1}"
+            )
+        if self.kind == "recursion":
+            self._check_recursion(count)
+        warn_if_router_is_untrained(self)
+        if self.kind == "mod" and not blocks and self.every > max(depths):
+            raise UsageError(
+                f"{self.where}.every={self.every}: the stack has {max(depths)} blocks, so none "
+                f"would be routed; use a smaller number, or {self.where}.kind='none'"
+            )
+        try:
+            self.routed_blocks(*depths)
+        except ValueError:
+            raise UsageError(
+                f"{self.where}.capacity={self.capacity}: expected one value, or one for each "
+                "routed block"
+            ) from None
+
+    def _check_recursion(self, depth):
+        if depth < 3:
+            raise UsageError(
+                f"config.model.depth={depth}: {self.where}.kind='recursion' needs at least 3 "
+                "blocks: the first, the last and a repeated one"
+            )
+        if self.is_control:
+            raise UsageError(
+                f"{self.where}.train_selection={self.train_selection!r}: not with "
+                f"{self.where}.kind='recursion', whose steps select among the tokens of the "
+                "previous step"
+            )
+        if self.blocks:
+            raise UsageError(
+                f"{self.where}.blocks={self.blocks}: not with {self.where}.kind='recursion', "
+                "which repeats all blocks between the first and the last; leave it at ()"
+            )
+        capacities = self.step_capacities
+        if len(capacities) != self.recursions or list(capacities) != sorted(
+            capacities, reverse=True
+        ):
+            raise UsageError(
+                f"{self.where}.capacity={self.capacity}: expected one value, or one for each "
+                f"of the {self.recursions} steps ({self.where}.recursions), none larger than "
+                "the previous one"
+            )
+        if self.capacity_stages and (len(capacities) < 2 or capacities[0] < 1):
+            raise UsageError(
+                f"{self.where}.capacity_stages={self.capacity_stages}: a stage of a recursion "
+                f"is 1, c, c^2...: {self.where}.recursions must be at least 2, and the first "
+                f"step must compute all tokens, also in {self.where}.capacity={self.capacity}"
+            )
+
+    @property
+    def is_control(self):
+        """Whether tokens are selected without a router."""
+        return self.train_selection in controls.CONTROLS
+
+    @property
+    def needs_token_places(self):
+        """Whether selection goes by the ids of tokens, see `Call.token_places`."""
+        return self.kind != "none" and self.train_selection == "token_hash"
+
+    @property
+    def is_exact(self):
+        """Whether training selects exactly ceil(c T) tokens, and not that many on average."""
+        return self.train_selection not in ("threshold", "token_hash")
+
+    @property
+    def looks_ahead(self):
+        """Whether the selection in training depends on later tokens."""
+        return self.kind != "none" and self.train_selection == "topk"
+
+    @property
+    def trained_decisions(self):
+        """Names of the causal decisions that are trained, the one of sampling first."""
+        if self.is_control:
+            return ()
+        names = (self.causal, *self.also_train)
+        if self.train_selection == "threshold":
+            names += ("threshold",)
+        return tuple(dict.fromkeys(names))
+
+    def routed_blocks(self, *depths):
+        """{block index: capacity} of stacks of these depths, numbered through; `every` counts in
+        each stack. ValueError if the numbers of blocks and capacities differ."""
+        if self.kind != "mod":
+            return {}
+        routed = self.blocks
+        if not routed:
+            starts = itertools.accumulate((0, *depths[:-1]))
+            routed = tuple(
+                start + i
+                for start, depth in zip(starts, depths, strict=True)
+                for i in range(self.every - 1, depth, self.every)
+            )
+        capacities = self.capacity
+        if not isinstance(capacities, tuple):
+            capacities = (capacities,) * len(routed)
+        return dict(zip(routed, capacities, strict=True))
+
+    @property
+    def step_capacities(self):
+        """Fractions of the sequence that the steps of a recursion compute."""
+        if isinstance(self.capacity, tuple):
+            return self.capacity
+        return tuple(self.capacity**i for i in range(self.recursions))
+
+    def step_is_routed(self, number):
+        """Whether this step of a recursion has a router: it leaves tokens out, now or in another
+        stage of training, so that all stages have the same parameters."""
+        return self.step_capacities[number] < 1 or (number > 0 and bool(self.capacity_stages))
+
+    def effective_depth(self, depth):
+        """Blocks that a token passes in a stack of this depth, repetitions counted."""
+        return depth + (self.recursions - 1) * (depth - 2) if self.kind == "recursion" else depth
+
+    def causal_rate(self, capacity):
+        """Rate of the causal limit, see `selection.admit`."""
+        return min(1.0, capacity * self.slack)
+
+    def slots(self, capacity, length, mode):
+        """C: tokens of a sequence that a routed block computes at most, in a `Call.selection`."""
+        is_exact = self.is_exact and (mode in ("train", "topk"))
+        if is_exact or self.train_selection == "position":
+            return selection.num_slots(capacity, length)
+        return selection.num_causal_slots(self.causal_rate(capacity), length)
+
+
+@functools.cache
+def warn_if_router_is_untrained(c):
+    """Warn, once a process, if no gradient reaches the routers by this `DepthRoutingConfig`."""
+    if c.kind == "none" or c.is_control or c.gate != "one" or "aux_loss" in c.trained_decisions:
+        return
+    logging.getLogger(__name__).warning(
+        "config.model.depth_routing.gate='one': without the decision 'aux_loss' (causal=%r, "
+        "also_train=%r) no loss trains the routers, so their scores stay random; add it to "
+        "also_train, or use another gate",
+        c.causal,
+        c.also_train,
+    )
