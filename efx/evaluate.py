@@ -1,6 +1,7 @@
 """Held-out loss, in nats and in bits per byte, for each way of routing."""
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
@@ -8,9 +9,15 @@ import numpy as np
 from efx import losses, memory, sharding
 from efx.changes import Changes
 from efx.errors import UsageError, nearest
+from efx.layers.mask_dropout.reports import MASKS
 from efx.metrics import portion
-from efx.models.reports import REPORTS
+from efx.models.adapters.layers import ADAPTERS
+from efx.routing.calibrate import calibrate
+from efx.routing.reports import DEPTH, EXPERTS
 from efx.step import batch_shapes, by_layer, logits_bytes, make_eval_step
+
+# In the order of the line about an evaluation.
+REPORTS = (DEPTH, EXPERTS, ADAPTERS, MASKS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +72,7 @@ class Evaluator:
     """Evaluates one model on one data set; compiles once for each way of routing.
 
     `eval/loss` is that of the causal decisions, which are what a sampler can do. What else is
-    reported is said by the features of the model, see `efx.models.reports`.
+    reported is said by the features of the model, see `REPORTS`.
     """
 
     def __init__(self, model, config, data, mesh, rules):
@@ -81,6 +88,7 @@ class Evaluator:
         self._changes = [Changes(model, name, mesh, rules, self._seed) for name in compared]
         self._by_layer = jax.jit(lambda stats: by_layer(stats, model))
         self._steps = steps(model, config, mesh, rules)
+        self._train_placement = sharding.Placement(mesh, rules, config.data.batch_size)
 
     def __call__(self, params, variables):
         """{"eval/loss": nats a token, "eval/bits_per_byte": ..., ...} as Python floats."""
@@ -89,6 +97,8 @@ class Evaluator:
             return self._evaluated(params, variables)
 
     def _evaluated(self, params, variables):
+        if self._config.calibrate:
+            variables = calibrate(self._model, params, variables, self._train_batches())
         means = {
             selection: self._run(step, params, variables, self._batches(self._placement.rows))
             for selection, step in self._steps.items()
@@ -145,6 +155,10 @@ class Evaluator:
                 f"config.checkpoint.best_metric={name!r}: evaluation of this model does not "
                 f"log it{nearest(name, known)}; use one of {', '.join(whole)}"
             )
+
+    def _train_batches(self):
+        batches = self._data.train_iterator(rows=self._train_placement.rows)
+        return map(self._train_placement, itertools.islice(batches, self._config.calibrate))
 
     def _batches(self, rows):
         c = self._config

@@ -348,6 +348,8 @@ class EvaluateConfig:
     every: Natural = 250  # steps; 0: only at the end
     batch_size: Count = 16
     max_batches: Natural = 0  # 0: the whole held-out split
+    # Batches of training text from which thresholds of routed blocks are set first; 0: as trained
+    calibrate: Natural = 0
     # Rows of random tokens whose second half repeats the first: does the model copy? 0: none
     repeated_rows: Rows = 0
 

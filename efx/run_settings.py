@@ -14,9 +14,9 @@ import logging
 from ml_collections import ConfigDict
 
 from efx.errors import UsageError, nearest
+from efx.models import FAMILIES, check_family, config_class, config_of
 from efx.models.adapters.config import AdapterConfig
-from efx.models.decoder_config import DecoderConfig
-from efx.models.families import FAMILIES, check_family, config_class, config_of
+from efx.models.decoder import DecoderConfig
 from efx.run_blocks import (
     CheckpointConfig,
     ClusterConfig,
@@ -96,6 +96,14 @@ class Config:
 
     def check(self):
         object.__setattr__(self, "model", config_of(self.model))
+        routing = self.model.depth_routing
+        has_threshold = routing.kind != "none" and "threshold" in routing.trained_decisions
+        if has_threshold and self.optim.name == "schedule_free_adamw":
+            raise UsageError(
+                "config.optim.name='schedule_free_adamw': evaluates averaged parameters, whose "
+                "scores the thresholds do not follow; use another optimiser, or "
+                f"{routing.where}.causal='aux_loss' or 'predictor'"
+            )
 
 
 def known(family="decoder"):

@@ -14,6 +14,7 @@ from flax import struct
 
 from efx import losses, means, models, optim, sharding
 from efx.layers.stack import label, layer_of
+from efx.routing.calibrate import reset_threshold_steps
 from efx.settings import as_dict
 
 EVALUATION = np.uint32(2**32 - 1)  # folded into a key in place of a step; no run is as long
@@ -221,16 +222,6 @@ def make_train_step(
         return new_state, metrics
 
     return train_step
-
-
-def reset_threshold_steps(variables, is_start):
-    """The variables with thresholds that take the next batch's quantile as it is, if `is_start`."""
-
-    def reset(path, x):
-        is_steps = [key.key for key in path[-2:]] == ["threshold", "steps"]
-        return jnp.where(is_start, 0, x) if is_steps else x
-
-    return jax.tree_util.tree_map_with_path(reset, variables)
 
 
 def batch_shapes(config, rows, mesh, rules):

@@ -10,7 +10,7 @@ from flax import struct
 
 class Report(NamedTuple):
     """Of one feature; of a model without it nothing is reported. The table of all of them is
-    `efx.models.reports`.
+    `efx.evaluate.REPORTS`.
 
     Attributes:
       words: {row: what the line about an evaluation says of it}; rows are called `eval/<name>`.

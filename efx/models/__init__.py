@@ -1,13 +1,12 @@
-"""Model families, and the contract that each of them keeps.
+"""Model families and how to build, initialise and unroll their models.
 
     model = build(config.model, vocab_size=..., context=..., dtype=...)
     logits_BTV = model.apply(variables, tokens_BT, positions_BT=None, segment_ids_BT=None,
                              train=False)
 
-Collections: `params`; `cache` (decoding: `decode=True, cache_size=...`); `losses` and `stats`,
-sown by the layers, and `means`, what these are made of, so that batches add up (efx/means.py);
-`state`, running averages that a checkpoint keeps. What else one may ask of a model is in
-`efx/models/contract.py`.
+`LanguageModel` (models/language_model.py) is the interface. Collections: `params`; `cache`
+(decoding: `decode=True, cache_size=...`); `losses` and `stats`, sown by the layers, and `means`,
+the sums that these are made of (efx/means.py); `state`, running averages that a checkpoint keeps.
 
 Axis letters, the suffixes of array names and the subscripts of einsums alike: B batch, T query
 position, S key position, D width, N query heads, K key and value heads, G query heads a kv head,
@@ -17,21 +16,76 @@ a group, L stacked layers, R low rank, X channels.
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from efx.errors import UsageError
+from efx.errors import UsageError, nearest
 from efx.layers import kv_cache
 from efx.layers.stack import in_layers, period, unroll_params
 from efx.models.adapters.config import AdapterConfig
 from efx.models.adapters.model import adapt
-from efx.models.families import FAMILIES, config_of
+from efx.models.bridged.config import BridgedConfig
+from efx.models.bridged.model import Bridged
+from efx.models.decoder import Decoder, DecoderConfig
+from efx.models.encoder_decoder.config import EncoderDecoderConfig
+from efx.models.encoder_decoder.model import EncoderDecoder
 from efx.models.language_model import unrolled
+from efx.models.latent.config import LatentConfig
+from efx.models.latent.model import Latent
 from efx.parameter import only_shapes
-from efx.settings import make, names_of, replaced
+from efx.settings import is_block, make, names_of, replaced
+
+
+class Family(NamedTuple):
+    """Settings (a block of `config.model`) and the `LanguageModel` that they describe."""
+
+    config: Any
+    module: Any
+
+
+# A new family is one model file, one config and one row here.
+FAMILIES = {
+    "decoder": Family(DecoderConfig, Decoder),
+    "encoder_decoder": Family(EncoderDecoderConfig, EncoderDecoder),
+    "latent": Family(LatentConfig, Latent),
+    "bridged": Family(BridgedConfig, Bridged),
+}
+
+
+def config_class(family):
+    """The settings of a family; UsageError for an unknown one."""
+    if family not in FAMILIES:
+        raise UsageError(
+            f"config.model.family={family!r}: expected one of {', '.join(FAMILIES)}"
+            + nearest(family, FAMILIES)
+        )
+    return FAMILIES[family].config
+
+
+def config_of(model):
+    """The settings of a `config.model`: of a mapping, or settings as they are."""
+    if is_block(model):
+        return model
+    mapping = dict(model.items())
+    check_family(mapping)
+    return make(config_class(mapping.get("family")), mapping)
+
+
+def check_family(mapping):
+    """Raise UsageError if the settings of a `config.model` are those of another family than its
+    name: changing `config.model.family` does not change the other settings."""
+    cls = config_class(mapping.get("family"))
+    for family, (other, _) in FAMILIES.items():
+        if set(names_of(other)) == set(mapping) != set(names_of(cls)):
+            raise UsageError(
+                f"config.model.family={mapping['family']!r}: the settings of config.model are "
+                f"those of {family!r}; start from a config file of the family "
+                f"{mapping['family']!r}"
+            )
 
 
 def build(model_config, *, vocab_size, context, dtype, adapter=None, members=(), vocab_ways=1):
@@ -44,8 +98,8 @@ def build(model_config, *, vocab_size, context, dtype, adapter=None, members=(),
       dtype: "float32" or "bfloat16", of activations (parameters are float32).
       adapter: `AdapterConfig` or a mapping, a config's `adapter` block; None: no adapters.
       members: the models of `config.model.member_runs`, in that order.
-      vocab_ways: what the vocabulary is padded to a multiple of where the config does not say:
-        over how many devices it is to be split.
+      vocab_ways: number of devices that split the vocabulary: it is padded to a multiple of it
+        unless the config sets one.
     Raises:
       UsageError: an unknown family, an unknown, missing or mistyped key, or values that do not
         fit each other.

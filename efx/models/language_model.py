@@ -1,10 +1,9 @@
-"""What families have in common: the call, what layers are told, and the output layer."""
+"""The interface of all families, and their common parts: the call and the output layer."""
 
 import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 
 from efx import flops
@@ -13,7 +12,6 @@ from efx.layers import attend
 from efx.layers.call import CacheView, Call
 from efx.layers.linear import Embedding, Linear
 from efx.layers.stack import by_path
-from efx.models.contract import Stage
 from efx.sharding import summed_over_shards, used_as
 
 # Logical axes of the token embedding and of an output layer of its own.
@@ -21,14 +19,18 @@ TABLE_AXES, HEAD_AXES = ("vocab", "table"), ("table", "vocab")
 
 
 class LanguageModel(nn.Module):
-    """Base of the families, which keep the contract `Model` of `efx.models.contract`.
+    """Base of the families: tokens -> logits, causal.
 
-    A family has `features`, and, if it does not bring an output layer of its own, `embed` and,
-    untied, `head`.
+    A family defines `features`, `specs`, `ledger`, and `embed` or `head` for the output layer. The
+    rest of efx calls only the public methods of this class. Methods that need parameters are called
+    by `apply(variables, ..., method=...)`.
 
     Attributes:
+      config: resolved settings of the family: `family`, `context`, `scan_layers`, `remat`,
+        `depth_routing`, `dropout`, `mup`, `member_runs` ((key, run directory), ... of the runs
+        that it is composed of), `causal_in_training` (when training does not look ahead, in words).
       dtype: of activations; parameters are float32.
-      selection: "auto" is "train" in training, else "causal".
+      selection: as in `Call`; "auto" is "train" in training, else "causal".
     """
 
     config: Any
@@ -38,14 +40,56 @@ class LanguageModel(nn.Module):
 
     @classmethod
     def of(cls, members, config, vocab_size, dtype):
-        """The model of a resolved config, made of these models of other runs."""
+        """The model of a resolved config, composed of these models of other runs."""
         if members:
             raise ValueError(f"a model of the family {config.family!r} has no members")
         return cls(config, vocab_size, dtype)
 
     @property
     def members(self):
+        """{name in the tree of parameters: (model of another run, regex of parameters of that run
+        that are not used)}, in the order of `config.member_runs`."""
         return {}
+
+    def features(
+        self,
+        tokens_BT,
+        positions_BT=None,
+        segment_ids_BT=None,
+        train=False,
+        decode=False,
+        cache_size=0,
+    ):
+        """The state [B, T, D] that the output layer reads.
+
+        Args:
+          tokens_BT: int32.
+          positions_BT: int32, default 0..T-1. Required in decoding, where a negative position
+            marks padding.
+          segment_ids_BT: int32 documents of packed rows, 0 for padding.
+          train: dropout on, routing as configured for training.
+          decode: append to the collection `cache` and attend to it. "first": the tokens start
+            their rows and padding follows them, so that attention needs no cache.
+          cache_size: tokens of context of that cache.
+        Raises: UsageError for more tokens than the model has learned positions.
+        """
+        raise NotImplementedError
+
+    def specs(self):
+        """The specs of the layers of the stack that may be scanned; their names:
+        `stack.names`."""
+        raise NotImplementedError
+
+    def ledger(self, length, selection="train", shares=None):
+        """Nominal FLOPs of one sequence of `length` tokens, a `flops.Ledger`.
+
+        Args:
+          selection: "train" counts the capacity of routed blocks, "causal" all slots that the
+            causal decision may fill.
+          shares: {path in `blocks()` of a routed block: (fraction of the tokens, fraction of the
+            causal pairs) that it was measured to route}, counted in place of slots.
+        """
+        raise NotImplementedError
 
     def __call__(
         self,
@@ -56,12 +100,13 @@ class LanguageModel(nn.Module):
         decode=False,
         cache_size=0,
     ):
+        """float32 logits [B, T, V] of `features`."""
         x_BTD = self.features(tokens_BT, positions_BT, segment_ids_BT, train, decode, cache_size)
         return self.logits(x_BTD)[..., : self.vocab_size]
 
     @nn.nowrap
     def make_call(self, positions_BT, segment_ids_BT, train, decode, cache_size):
-        """What the layers are told of a call, with `selection` made out."""
+        """The `Call` for the layers."""
         selection = self.selection
         if selection == "auto":
             selection = "train" if train else "causal"
@@ -76,7 +121,7 @@ class LanguageModel(nn.Module):
 
     @nn.nowrap
     def check_context(self, length):
-        """Raise UsageError if so many tokens are more than there are learned positions for."""
+        """Raise UsageError for more tokens than learned positions."""
         if length > self.config.context:
             raise UsageError(
                 f"config.model.context={self.config.context}: rows of {length} tokens are "
@@ -90,14 +135,19 @@ class LanguageModel(nn.Module):
 
     @nn.nowrap
     def blocks(self):
+        """{path in the parameters of the unrolled model: spec} of everything that is routed, or
+        not, by itself; see `LayerSpec`."""
         return by_path("layers", self.specs())
 
     @nn.nowrap
-    def stages(self, length):
-        return [Stage(path, np.arange(length)) for path in self.blocks()]
+    def token_of_place(self, path, positions_RS, length):
+        """int [R, S]: the token at whose time each place of a module's arrays is computed;
+        negative: none, such as of padding and memory.
 
-    @nn.nowrap
-    def times(self, path, positions_RS, length):
+        Args:
+          path: of the module in the unrolled model.
+          positions_RS: positions in the module's `Call` for one sequence of `length` tokens.
+        """
         return positions_RS
 
     @property
@@ -106,7 +156,7 @@ class LanguageModel(nn.Module):
 
     @property
     def logit_scale(self):
-        """Factor on the logits, as muP has one."""
+        """Factor of muP on the logits."""
         return 1.0
 
     def logits(self, x):
@@ -125,26 +175,30 @@ class LanguageModel(nn.Module):
 
     @nn.nowrap
     def head_params(self, params):
-        # A loss that goes over slices of the sequence would otherwise gather it in every slice; in
-        # the dtype that it is used in, which is less to send.
+        """The parameters of the output layer, gathered off the batch's mesh axes.
+
+        A loss over slices of the sequence would otherwise gather them for every slice. In the dtype
+        of use, which is less to send.
+        """
         module, name, stored, used = self._head()
         return {module: {name: used_as(params[module][name].astype(self.dtype), stored, used)}}
 
     @nn.nowrap
     def sum_head_gradients(self, gradients):
+        """Gradients in `head_params`, summed over their first axis, the shards of the batch."""
         module, name, stored, _ = self._head()
         return {module: {name: summed_over_shards(gradients[module][name], stored)}}
 
     @nn.nowrap
     def _head(self):
-        """Module and name of the matrix of the output layer, and its logical axes as a parameter
-        and as it is used."""
+        """Module and name of the output matrix, its logical axes as stored and as used."""
         if self.config.tied:
             return "embed", "embedding", TABLE_AXES, ("act_vocab", "act_embed")
         return "head", "kernel", HEAD_AXES, ("act_embed", "act_vocab")
 
     @nn.nowrap
     def head_fn(self, head_params, x_ND):
+        """Pure output layer: (parameters, [N, D]) -> logits [N, V]."""
         return self.apply({"params": head_params}, x_ND, method="logits")
 
     @property
@@ -154,14 +208,14 @@ class LanguageModel(nn.Module):
 
     @nn.nowrap
     def token_table(self, width, std):
-        """The token embedding. Its padding, like that of the output layer, is 0 and stays so: no
-        token looks it up, and it gets no probability and with that no gradient."""
+        """The token embedding. Padded rows start at 0 and stay there: no token reads them, and they
+        get no probability and so no gradient."""
         padding = self.padded_vocab - self.vocab_size
         return Embedding(self.padded_vocab, width, std, self.dtype, TABLE_AXES, padding)
 
     @nn.nowrap
     def output_layer(self, std):
-        """That of a model whose token embedding is not tied."""
+        """Output layer of its own, for untied models."""
         padding = self.padded_vocab - self.vocab_size
         return Linear(
             self.padded_vocab, HEAD_AXES, std, dtype=self.dtype, padding=padding, wide=True
@@ -169,12 +223,12 @@ class LanguageModel(nn.Module):
 
     @nn.nowrap
     def head_flops(self, length, width):
-        """{"head": nominal FLOPs}, without padding, on which the mesh decides."""
+        """{"head": nominal FLOPs}, without padding, which depends on the mesh."""
         return {"head": flops.matmul(length, width, self.vocab_size)}
 
 
 def unrolled(model):
-    """The same model with unrolled layers; `models.unroll` converts the parameters."""
+    """The same model with unrolled layers; `models.unroll` converts parameters."""
     if not model.config.scan_layers and model.config.remat == "none":
         return model
     return model.clone(config=dataclasses.replace(model.config, scan_layers=False, remat="none"))

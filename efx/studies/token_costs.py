@@ -97,7 +97,7 @@ def _inclusion(model, length, choices):
         call = seen.setdefault(path, 0)
         seen[path] += 1
         choice = choices[path, "weights"][call]
-        time_RS = model.times(path, np.asarray(choice.positions_BT), length)
+        time_RS = model.token_of_place(path, np.asarray(choice.positions_BT), length)
         one = flops.matmul(1, c.rank, site.width + site.features)
         gates = flops.matmul(1, site.width, c.choices)
         count_RS = (np.asarray(choice.value) > 0).sum(axis=-1)

@@ -14,7 +14,7 @@ from benchmarks import hostile_settings
 from benchmarks.hostile_settings import CASES, configured, hostile, trace_step, walked, write_folder
 from efx import memory, run_settings, settings, train
 from efx.errors import UsageError
-from efx.models.families import FAMILIES
+from efx.models import FAMILIES
 
 
 @pytest.fixture(scope="module")

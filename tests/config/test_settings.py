@@ -11,8 +11,8 @@ from refusals import refused
 
 from efx import models, run_settings, settings
 from efx.errors import UsageError
-from efx.models.decoder_config import DecoderConfig
-from efx.models.families import FAMILIES, config_of
+from efx.models import FAMILIES, config_of
+from efx.models.decoder import DecoderConfig
 from efx.settings import Count, Fraction, Natural, block
 
 

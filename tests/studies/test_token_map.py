@@ -20,9 +20,8 @@ from efx.data.bpe import train_bpe
 from efx.data.pipeline import Data
 from efx.data.stream import Stream
 from efx.data.tokenizers import ByteTokenizer
-from efx.evaluate import Passes
+from efx.evaluate import REPORTS, Passes
 from efx.layers.stack import scan_params
-from efx.models.reports import REPORTS
 from efx.step import by_layer
 from efx.studies import token_choices, token_map, token_text
 

@@ -236,11 +236,7 @@ class Latent(LanguageModel):
         return ledger.ledger(self, length, selection, shares)
 
     @nn.nowrap
-    def stages(self, length):
-        return times.stages(self, length)
-
-    @nn.nowrap
-    def times(self, path, positions_RS, length):
+    def token_of_place(self, path, positions_RS, length):
         return times.of_places(self.config, path, positions_RS, length)
 
 

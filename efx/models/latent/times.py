@@ -3,7 +3,6 @@ group computes when one of the last P tokens of the group comes, see `groups.py`
 
 import numpy as np
 
-from efx.models.contract import Stage
 from efx.models.latent import ledger
 
 
@@ -26,25 +25,3 @@ def of_places(c, path, positions_RS, length):
     group_RS = place_RS // size if whole else np.arange(len(positions_RS))[:, None]
     time_RS = group_RS * c.group_size + c.group_size - size + place_RS % size
     return np.where((place_RS >= 0) & (time_RS < length), time_RS, -1)
-
-
-def stages(model, length):
-    """See `Model.stages`."""
-    c = model.config
-    groups = ledger.groups_of(c, length)
-
-    def stage(name, level, nominal):
-        places_MP = np.broadcast_to(np.arange(level.places), (groups, level.places))
-        return Stage(name, of_places(c, name, places_MP, length).reshape(-1), nominal)
-
-    encoder = [
-        stage(f"encoder_{i}", level, ledger.encoder_flops(level, groups))
-        for i, level in enumerate(model.levels(encoder=True))
-    ]
-    decoder = [
-        stage(f"decoder_{i}", level, ledger.decoder_flops(level, groups))
-        for i, level in enumerate(model.levels(encoder=False))
-    ]
-    places_1S = np.arange(ledger.stack_places(c, length))[None]
-    tokens_S = of_places(c, "layers", places_1S, length)[0]
-    return [*encoder, *(Stage(path, tokens_S) for path in model.blocks()), *decoder[::-1]]
