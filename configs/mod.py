@@ -4,31 +4,32 @@
 
 Mixture-of-Depths: Dynamically allocating compute in transformer-based language models (Raposo et
 al. 2024, arXiv 2404.02258). Every second block computes only the 12.5% of the tokens that its own
-router picks; a token that is not picked keeps its residual. Evaluation and sampling decide
-causally: a token goes through if its score exceeds a running quantile of the scores seen in
-training. That costs the language model nothing, where the paper's auxiliary loss costs it more the
-smaller the model is (docs/results.md); `causal="aux_loss"` and "predictor" are the paper's two.
+router selects; the other tokens keep their residual. Evaluation and sampling decide causally: a
+token is computed if its score exceeds a running quantile of the training scores
+(arXiv 2603.11535). This needs no loss, whereas the paper's auxiliary loss costs small models more
+(docs/results.md); `causal="aux_loss"` and "predictor" are the paper's two decisions.
 
-Knobs, all in `config.model.depth_routing` (defaults in efx/layers/config.py); * marks what the
+Settings, all in `config.model.depth_routing` (defaults in efx/routing/config.py); * marks what the
 paper leaves open, see docs/mixture_of_depths.md:
     kind, recursions        "mod"; or "recursion", which applies the blocks between the first and
-                            the last in `recursions` recursion steps
+                            the last in `recursions` steps
     every, blocks           the routed blocks: one in `every`, or a list
-    capacity                fraction of the tokens that a routed block computes; one, or one for
-                            each block or recursion step
-    capacity_stages*        ((f, c), ...): until the fraction f of the training, capacity c
-    gate*                   factor of a routed block's increment: "sigmoid" of the score (default),
+    target*                 the routed part: "block", "attention" or "mlp"
+    capacity                fraction of the tokens that a routed block computes; one value, or one
+                            for each block or recursion step
+    capacity_stages*        ((f, c), ...): until the fraction f of training, capacity c
+    router_norm*            "rms": the router reads a normalised input
+    gate*                   factor on a routed block's increment: "sigmoid" of the score (default),
                             "identity" (the paper), "tanh", "one"; "twice_sigmoid", 1 for a score of
                             0, with which a dense model is converted
-    train_selection         "topk"; "threshold", which is causal; or one of the controls:
-                            "stochastic", random tokens, others in each batch, "position",
-                            evenly spaced positions, "token_hash", some types of tokens
-    causal                  for evaluation and sampling: "aux_loss", "predictor", "threshold"
+    train_selection         "topk"; "threshold", which is causal; or a control: "stochastic" (random
+                            tokens), "position" (evenly spaced), "token_hash" (some token ids)
+    causal                  in evaluation and sampling: "threshold", "aux_loss" or "predictor"
     also_train              further decisions that are trained and evaluated
     predictor_hidden*       width of the predictor
     threshold_decay, _warmup  of the running quantile of the scores
     bce_reaches_input       whether the auxiliary loss also trains the layers below the router
-    slack*                  room of a causal decision, as a multiple of the capacity
+    slack*                  limit of a causal decision, as a multiple of the capacity
     kv_for_skipped          skipped tokens still write keys and values
     skip_mlp                width of a small MLP for skipped tokens
 Weights of the losses*: `config.losses.router_bce`, `config.losses.predictor_bce`.
@@ -37,6 +38,8 @@ Variants, to be combined with commas:
     configs/mod.py:smoke            about a minute on a CPU
     configs/mod.py:dense            the dense twin: the same stack with every block dense
     configs/mod.py:paper            the paper's gate, the score itself, and its auxiliary loss
+    configs/mod.py:attention_only   routes the attention of a block; all tokens pass its MLP
+    configs/mod.py:mlp_only         routes the MLP of a block; all tokens pass its attention
     configs/mod.py:threshold        causal in training too, by a running quantile
     configs/mod.py:recursion        Mixture-of-Recursions: three of five blocks in three recursion
                                     steps, on all, two thirds and one third of the tokens: the
@@ -63,6 +66,8 @@ VARIANTS = {
         "model.depth_routing.gate": "identity",
         "model.depth_routing.causal": "aux_loss",
     },
+    "attention_only": {"model.depth_routing.target": "attention"},
+    "mlp_only": {"model.depth_routing.target": "mlp"},
     "threshold": {
         "model.depth_routing.train_selection": "threshold",
         "model.depth_routing.slack": 1.25,

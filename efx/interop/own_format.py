@@ -26,7 +26,7 @@ _IN_BLOCK = "|".join(
         r"attention/((query|key|value|out)/(kernel|bias)|norm_(query|key)/scale)",
         rf"(attention/probs_dropout|dropout_(attention|mlp)_output)/{_MASK}",
         rf"mlp/(router|((experts|shared)/)?{_MLP})",
-        rf"router|quantile|predictor/kernel_(in|out)|skip_mlp/(norm/{_NORM}|mlp/{_MLP})",
+        rf"router|norm_router/scale|threshold/quantile|predictor/kernel_(in|out)|skip_mlp/(norm/{_NORM}|mlp/{_MLP})",
     )
 )
 _READ = re.compile(
@@ -132,6 +132,8 @@ def _routing(c):
     r = c.depth_routing
     return dict(
         decision=r.causal,
+        target=r.target,
+        router_norm=r.router_norm,
         gate=r.gate,
         slack=r.slack,
         kv_for_skipped=r.kv_for_skipped,
@@ -150,7 +152,7 @@ def _moe(c):
         router=moe.router,
         top_k=moe.top_k,
         renormalise=moe.renormalise,
-        room=moe.budget(c.context, "causal").fraction,
+        rate=moe.budget(c.context, "causal").fraction,
     )
 
 

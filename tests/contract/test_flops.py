@@ -298,7 +298,8 @@ def test_executed_is_what_the_compiler_counts(name, training):
     tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
 
     def forward(params, tokens_BT):
-        return model.clone(selection="train").apply({"params": params}, tokens_BT)
+        variables = {"params": params, **families.random_state(model)}
+        return model.clone(selection="train").apply(variables, tokens_BT)
 
     step = jax.grad(families.loss_fn(model)) if training else forward
     compiled = families.jit(step).lower(abstract_params(model), tokens).compile()

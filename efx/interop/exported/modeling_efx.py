@@ -9,11 +9,10 @@ The file needs PyTorch and transformers>=4.57.1,<6 and nothing else. It computes
 when it evaluates and samples: nothing depends on later tokens.
 
 A routed block (Raposo et al. 2024, arXiv 2404.02258) computes only the tokens that its router
-picks, each with its own position, and its cache keeps only their keys and values. Routed blocks and
-experts have room for a fixed share of a sequence of `max_position_embeddings` tokens, first come
-first served; so a token has the same logits in a short text as in a long one, with a cache as
-without. In a row of packed documents, where `position_ids` restart at each document, each
-document has its own share of the row.
+selects, each with its own position, and its cache keeps only their keys and values. Of the first n
+tokens a routed block or an expert computes at most ceil(rate * n) + 4, so a token has the same
+logits in a short text as in a long one, with a cache as without. In a row of packed documents,
+where `position_ids` restart at each document, n counts the tokens of the document.
 
 Arrays carry their axes in their name: B rows, T tokens, S the tokens that are attended to, C the
 tokens that a block computes, D width, N heads, K heads of keys and values, H width of a head,
@@ -31,6 +30,7 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 MASKED = -1e30
+HEADROOM = 4  # tokens that a causal limit allows beyond its rate
 GATES = {
     "identity": lambda score: score,
     "sigmoid": torch.sigmoid,
@@ -54,8 +54,8 @@ class EfxConfig(PretrainedConfig):
         included; 0: all. attention_softcap, logit_softcap: x <- cap tanh(x / cap); 0: off.
       positions: "rope", "learned" or "none".
       rope: base `theta`, `size` of the part of a head that turns, `kind` of scaling, its numbers.
-      blocks: of each block whether it has `rope` and `experts`, and its `capacity`, the share of a
-        sequence that it computes; None: it is not routed.
+      blocks: of each block whether it has `rope` and `experts`, and its `capacity`, the
+        fraction of a sequence that it computes; None: it is not routed.
       routing: of routed blocks. moe: of blocks with experts. masks: learned dropout. None: none.
     """
 
@@ -150,17 +150,6 @@ def _wide(index_BC, x):
     return index_BC.reshape(*index_BC.shape, *(1,) * (x.ndim - 2)).expand(-1, -1, *x.shape[2:])
 
 
-def share(fraction, length):
-    """How many of so many tokens a fraction is: at least one, at most all."""
-    return max(1, slots_before(fraction, length))
-
-
-def slots_before(fraction, place):
-    """How many slots of a routed block or an expert lie before this place of a row."""
-    # Rounding first: 0.07 * 100 must be 7, not 8.
-    return math.ceil(round(min(fraction, 1) * place, 6))
-
-
 class EfxCache:
     """The tokens so far of each row, in the interface of transformers' `Cache`.
 
@@ -227,66 +216,41 @@ class EfxCache:
         )
 
 
-class Documents(NamedTuple):
-    """The documents of packed rows.
-
-    Attributes:
-      number_BT: the document of each token.
-      begin_BT, end_BT: the places [begin, end) of the row that its document has to itself, with
-        the padding after it; in a routed block the slots that these places come to.
-    """
-
-    number_BT: torch.Tensor
-    begin_BT: torch.Tensor
-    end_BT: torch.Tensor
-
-    @classmethod
-    def from_positions(cls, positions_BT):
-        """Of whole rows: a document begins wherever a position is not the one after the last."""
-        length = positions_BT.shape[1]
-        place_T = torch.arange(length, device=positions_BT.device)
-        is_real_BT = positions_BT >= 0
-        before_BT = F.pad(positions_BT.masked_fill(~is_real_BT, -2), (1, 0), value=-2)[:, :-1]
-        starts_BT = is_real_BT & (positions_BT != before_BT + 1)
-        begin_BT = torch.where(starts_BT, place_T, 0).cummax(dim=1).values
-        next_BT = F.pad(torch.where(starts_BT, place_T, length), (0, 1), value=length)[:, 1:]
-        end_BT = next_BT.flip(1).cummin(dim=1).values.flip(1)
-        return cls(starts_BT.cumsum(dim=1), begin_BT, end_BT)
-
-    def in_slots(self, fraction):
-        """The same with places counted in the slots that this fraction of them comes to."""
-        last = int(F.pad(self.end_BT, (0, 1)).max())  # 0 without tokens
-        slots = [slots_before(fraction, place) for place in range(last + 1)]
-        slots = torch.tensor(slots, device=self.end_BT.device)
-        return self._replace(begin_BT=slots[self.begin_BT], end_BT=slots[self.end_BT])
+def documents_of(positions_BT):
+    """int [B, T]: the number of each token's document in a packed row. A document begins wherever a
+    position is not the one after the last."""
+    is_real_BT = positions_BT >= 0
+    before_BT = F.pad(positions_BT.masked_fill(~is_real_BT, -2), (1, 0), value=-2)[:, :-1]
+    return (is_real_BT & (positions_BT != before_BT + 1)).cumsum(dim=1)
 
 
 class Tokens(NamedTuple):
     """Which tokens the rows of an activation are.
 
     Attributes:
-      positions_BT: places in the text; -1 for padding, which nothing attends to.
-      cache: `EfxCache`, or None.
-      documents: `Documents` of packed rows, which have no cache, or None.
+      positions_BT: positions in the text; -1 for padding, which nothing attends to.
+      cache: an `EfxCache`, or None.
+      document_BT: number of the document of each token of packed rows, which have no cache, or
+        None.
+      count_BT: number of tokens of the document up to and including this one that reach a layer
+        inside a routed block; None: positions + 1.
       mask_input_BTD: what learned dropout reads in place of the activations, or None.
     """
 
     positions_BT: torch.Tensor
     cache: EfxCache | None
-    documents: Documents | None = None
+    document_BT: Any = None
+    count_BT: Any = None
     mask_input_BTD: Any = None
 
-    def at(self, index_BC, is_real_BC, fraction):
-        """Those at these places, which a block computes that has slots for this fraction."""
-        documents, masks = self.documents, self.mask_input_BTD
-        if documents is not None:
-            documents = Documents(*(take(y, index_BC) for y in documents.in_slots(fraction)))
-        return Tokens(
-            take(self.positions_BT, index_BC).masked_fill(~is_real_BC, -1),
-            self.cache,
-            documents,
-            None if masks is None else take(masks, index_BC),
+    def at(self, index_BC, is_real_BC):
+        """The tokens at these places, which a routed block computes."""
+        document_BC, count_BC, mask_input_BCD = (
+            None if y is None else take(y, index_BC)
+            for y in (self.document_BT, self.count_BT, self.mask_input_BTD)
         )
+        positions_BC = take(self.positions_BT, index_BC).masked_fill(~is_real_BC, -1)
+        return Tokens(positions_BC, self.cache, document_BC, count_BC, mask_input_BCD)
 
     def keys(self, attention, k_BTKH, v_BTKH):
         """(positions, keys, values) that an attention reads, which is given those of the tokens."""
@@ -296,25 +260,40 @@ class Tokens(NamedTuple):
 
     def shares_document(self, others):
         """bool [B, T, S]: which of the other tokens are of the same document; None: all are."""
-        if self.documents is None:
+        if self.document_BT is None:
             return None
-        return self.documents.number_BT[:, :, None] == others.documents.number_BT[:, None]
+        return self.document_BT[:, :, None] == others.document_BT[:, None]
 
-    def admit(self, module, wanted):
-        """Those of the wanted tokens [B, T] or [B, T, E] that a routed block or experts have room
-        for: the first of each row, of a packed row the first of each document."""
-        count = wanted.cumsum(dim=1)
-        if self.documents is not None:
-            number_BT, begin_BT, end_BT = self.documents.in_slots(module.fraction)
-            continues_BT = number_BT == F.pad(number_BT, (1, 0), value=-1)[:, :-1]
-            earlier = (count - wanted.long()).masked_fill(_wide(continues_BT, wanted), 0)
-            count = count - earlier.cummax(dim=1).values
-            return wanted & (count <= _wide(end_BT - begin_BT, wanted))
+    def running_count(self, selected):
+        """Number of selected tokens [B, T] or [B, T, E] of the document up to and including t."""
+        count = selected.cumsum(dim=1)
+        if self.document_BT is None:
+            return count
+        continues_BT = self.document_BT == F.pad(self.document_BT, (1, 0), value=-1)[:, :-1]
+        before = (count - selected.long()).masked_fill(_wide(continues_BT, selected), 0)
+        return count - before.cummax(dim=1).values
+
+    def admit(self, module, selected):
+        """Mask of the selected tokens [B, T] or [B, T, E] that fit under the limit of a routed
+        block or of experts, the earlier first, and their number so far."""
+        count_BT = self.positions_BT + 1 if self.count_BT is None else self.count_BT
+        limit_BT = torch.ceil(module.rate * count_BT.float() - 1e-3).long()
+        limit = _wide(limit_BT + (HEADROOM if self.document_BT is None else 0), selected)
         before = 0 if self.cache is None else self.cache.taken.get(module.cache_key, 0)
-        run = wanted & (before + count <= module.room)
+        mask = selected
+        if module.rate < 1:
+            excess = self.running_count(selected) + before - limit
+            excess = excess.clamp(min=0).masked_fill(~selected, 0)
+            offset = torch.zeros_like(excess)
+            if self.document_BT is not None:  # larger in each further document
+                offset = _wide(self.document_BT, selected) * (selected.shape[1] + 1)
+            refused = (excess + offset).cummax(dim=1).values
+            earlier = torch.roll(refused, 1, dims=1)
+            earlier[:, :1] = 0
+            mask = selected & (refused == torch.maximum(earlier, offset))
         if self.cache is not None:
-            self.cache.taken[module.cache_key] = before + run.sum(dim=1, keepdim=True)
-        return run
+            self.cache.taken[module.cache_key] = before + mask.sum(dim=1, keepdim=True)
+        return mask, before + self.running_count(mask)
 
 
 # ---- attention and MLP -------------------------------------------------------------------------
@@ -475,10 +454,9 @@ class MoE(nn.Module):
     takes a token is decided here by the sign of its logit, from that token alone. The last
     `num_noop` choices are no experts: who makes one keeps its residual.
 
-    length: how many tokens of a sequence come here at most.
     """
 
-    def __init__(self, config, length):
+    def __init__(self, config):
         super().__init__()
         moe = self.moe = config.moe
         count = moe["num_experts"]
@@ -488,24 +466,24 @@ class MoE(nn.Module):
         self.shared = None
         if moe["num_shared"]:
             self.shared = MLP(config, moe["num_shared"] * moe["expert_hidden"])
-        self.fraction, self.room = moe["room"], share(moe["room"], length)
+        self.rate = moe["rate"]
 
     def forward(self, x_BTD, tokens):
         moe = self.moe
         logits_BTE = x_BTD.float() @ self.router.float()
         if moe["router"] == "token_choice":
             best = logits_BTE.argsort(dim=-1, descending=True, stable=True)[..., : moe["top_k"]]
-            wanted_BTE = torch.zeros_like(logits_BTE).scatter(-1, best, 1.0) > 0
-            weight_BTE = logits_BTE.softmax(dim=-1) * wanted_BTE
+            selected_BTE = torch.zeros_like(logits_BTE).scatter(-1, best, 1.0) > 0
+            weight_BTE = logits_BTE.softmax(dim=-1) * selected_BTE
             if moe["renormalise"]:
                 weight_BTE = weight_BTE / weight_BTE.sum(dim=-1, keepdim=True)
         else:
-            wanted_BTE, weight_BTE = logits_BTE > 0, logits_BTE.sigmoid()
-        wanted_BTE = wanted_BTE & (tokens.positions_BT >= 0)[..., None]
-        run_BTE = tokens.admit(self, wanted_BTE[..., : moe["num_experts"]])
+            selected_BTE, weight_BTE = logits_BTE > 0, logits_BTE.sigmoid()
+        selected_BTE = selected_BTE & (tokens.positions_BT >= 0)[..., None]
+        admitted_BTE, _ = tokens.admit(self, selected_BTE[..., : moe["num_experts"]])
         y_BTD = torch.zeros_like(x_BTD)
         for expert in range(moe["num_experts"]):
-            places = run_BTE[..., expert].nonzero(as_tuple=True)
+            places = admitted_BTE[..., expert].nonzero(as_tuple=True)
             weight = weight_BTE[..., expert][places][:, None]
             y = self.experts(x_BTD[places], expert) * weight.to(x_BTD.dtype)
             y_BTD = y_BTD.index_put(places, y, accumulate=True)
@@ -622,19 +600,16 @@ def make_mask(config, site):
 
 
 class Block(nn.Module):
-    """x + attention + MLP. length: how many tokens of a sequence it computes at most."""
+    """x + attention + MLP."""
 
-    def __init__(self, config, block, length):
+    def __init__(self, config, block):
         super().__init__()
         self.kind = config.block_kind
         self.norm_attention = make_norm(config)
         self.attention = Attention(config, block["rope"])
         self.dropout_attention_output = make_mask(config, "attention_output")
         self.norm_mlp = make_norm(config)
-        if block["experts"]:
-            self.mlp = MoE(config, length)
-        else:
-            self.mlp = MLP(config, config.intermediate_size)
+        self.mlp = MoE(config) if block["experts"] else MLP(config, config.intermediate_size)
         self.has_experts = block["experts"]
         self.dropout_mlp_output = make_mask(config, "mlp_output")
 
@@ -643,21 +618,26 @@ class Block(nn.Module):
 
     def increment(self, x_BTD, tokens, read=None):
         """What the block adds. read: as in `Attention`."""
-        before = self.kind != "post_norm"  # whether norms come before what they belong to
-        norm = self.norm_attention
-        if before and read is not None:
-            read = norm(read[0]), read[1]
-        a_BTD = self.attention(norm(x_BTD) if before else x_BTD, tokens, read)
-        a_BTD = a_BTD if before else norm(a_BTD)
-        if self.dropout_attention_output is not None:
-            a_BTD = self.dropout_attention_output(a_BTD, tokens)
+        a_BTD = self.attention_increment(x_BTD, tokens, read)
         y_BTD = x_BTD if self.kind == "parallel" else x_BTD + a_BTD
-        y_BTD = self.norm_mlp(y_BTD) if before else y_BTD
+        return a_BTD + self.mlp_increment(y_BTD, tokens)
+
+    def attention_increment(self, x_BTD, tokens, read=None):
+        if self.kind == "post_norm":
+            a_BTD = self.norm_attention(self.attention(x_BTD, tokens, read))
+        else:
+            if read is not None:
+                read = self.norm_attention(read[0]), read[1]
+            a_BTD = self.attention(self.norm_attention(x_BTD), tokens, read)
+        masks = self.dropout_attention_output
+        return a_BTD if masks is None else masks(a_BTD, tokens)
+
+    def mlp_increment(self, x_BTD, tokens, read=None):
+        y_BTD = x_BTD if self.kind == "post_norm" else self.norm_mlp(x_BTD)
         m_BTD = self.mlp(y_BTD, tokens) if self.has_experts else self.mlp(y_BTD)
-        m_BTD = m_BTD if before else self.norm_mlp(m_BTD)
-        if self.dropout_mlp_output is not None:
-            m_BTD = self.dropout_mlp_output(m_BTD, tokens)
-        return a_BTD + m_BTD
+        m_BTD = self.norm_mlp(m_BTD) if self.kind == "post_norm" else m_BTD
+        masks = self.dropout_mlp_output
+        return m_BTD if masks is None else masks(m_BTD, tokens)
 
 
 class Predictor(nn.Module):
@@ -673,50 +653,72 @@ class Predictor(nn.Module):
         return (h_BTF @ self.kernel_out.float())[..., 0]
 
 
+class Threshold(nn.Module):
+    """A running quantile of the scores in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("quantile", torch.zeros(()))
+
+
 class RoutedBlock(Block):
     """A block that computes some of the tokens: x + gate(r) * increment for these, x for others,
-    where r = x w is the router's score.
+    where r = n(x) w is the router's score and n nothing or an RMS norm.
 
-    Which, is decided for each token by itself: r > 0 ("aux_loss"), a small network ("predictor"),
-    or r above what in training all but `capacity` of the scores were below ("threshold"). There is
-    room for a fixed number of them; who comes later is not computed.
+    Each token is selected by itself: r > 0 ("aux_loss"), a small network ("predictor"), or
+    r > theta ("threshold"), under the limit of `Tokens.admit`. With the target "attention" or "mlp"
+    this part of the block is routed, and all tokens pass the other one.
     """
 
-    def __init__(self, config, block, length):
-        fraction = block["capacity"] * config.routing["slack"]
-        room = share(fraction, length)
-        super().__init__(config, block, room)
-        self.fraction, self.room = fraction, room
+    def __init__(self, config, block):
+        super().__init__(config, block)
         self.routing, width = config.routing, config.hidden_size
+        self.rate = min(1.0, block["capacity"] * self.routing["slack"])
         self.router = nn.Parameter(torch.zeros(width))
-        self.predictor = self.skip_mlp = None
+        self.norm_router = self.predictor = self.threshold = self.skip_mlp = None
+        if self.routing["router_norm"] == "rms":
+            self.norm_router = nn.RMSNorm(width, config.norm_eps)
         if self.routing["decision"] == "predictor":
             self.predictor = Predictor(width, self.routing["predictor_hidden"])
         if self.routing["decision"] == "threshold":
-            self.register_buffer("quantile", torch.zeros(()))
+            self.threshold = Threshold()
         if self.routing["skip_mlp"]:
             self.skip_mlp = SkipMLP(config, self.routing["skip_mlp"])
 
     def forward(self, x_BTD, tokens):
-        score_BT = x_BTD.float() @ self.router.float()
-        wanted_BT = (self.decision(x_BTD, score_BT) > 0) & (tokens.positions_BT >= 0)
-        run_BT = tokens.admit(self, wanted_BT)
-        out_BTD = x_BTD
+        target = self.routing["target"]
+        if target == "block":
+            return self.route(x_BTD, x_BTD, tokens, self.increment)
+        if target == "attention":
+            out_BTD = self.route(x_BTD, x_BTD, tokens, self.attention_increment)
+            read_BTD = x_BTD if self.kind == "parallel" else out_BTD
+            return out_BTD + self.mlp_increment(read_BTD, tokens)
+        attended_BTD = x_BTD + self.attention_increment(x_BTD, tokens)
+        read_BTD = x_BTD if self.kind == "parallel" else attended_BTD
+        return self.route(attended_BTD, read_BTD, tokens, self.mlp_increment)
+
+    def route(self, start_BTD, x_BTD, tokens, part):
+        """start + gate(r) * part(x) for the selected tokens."""
+        n_BTD = x_BTD if self.norm_router is None else self.norm_router(x_BTD.float())
+        score_BT = n_BTD.float() @ self.router.float()
+        selected_BT = (self.decision(n_BTD, score_BT) > 0) & (tokens.positions_BT >= 0)
+        mask_BT, count_BT = tokens.admit(self, selected_BT)
+        out_BTD = start_BTD
         if self.skip_mlp is not None:
-            out_BTD = out_BTD + self.skip_mlp(x_BTD).masked_fill(run_BT[..., None], 0)
-        # In the end a block that no token wants computes nothing: C is 0.
-        index_BC, is_real_BC = front(run_BT)
-        inner = tokens.at(index_BC, is_real_BC, self.fraction)
-        # Tokens that are not computed may still be attended to by later ones that are.
+            out_BTD = out_BTD + self.skip_mlp(x_BTD).masked_fill(mask_BT[..., None], 0)
+        # Without selected tokens C is 0, and nothing is computed.
+        index_BC, is_real_BC = front(mask_BT)
+        inner = tokens._replace(count_BT=count_BT).at(index_BC, is_real_BC)
+        # Skipped tokens may still be attended to by later ones.
         read = (x_BTD, tokens) if self.routing["kv_for_skipped"] else None
-        delta_BCD = self.increment(take(x_BTD, index_BC), inner, read)
+        delta_BCD = part(take(x_BTD, index_BC), inner, read)
         gate_BC = GATES[self.routing["gate"]](take(score_BT, index_BC)) * is_real_BC
         return add_at(out_BTD, index_BC, delta_BCD * gate_BC[..., None].to(delta_BCD.dtype))
 
     def decision(self, x_BTD, score_BT):
         if self.predictor is not None:
             return self.predictor(x_BTD)
-        return score_BT - self.quantile if self.routing["decision"] == "threshold" else score_BT
+        return score_BT if self.threshold is None else score_BT - self.threshold.quantile
 
 
 # ---- the model ---------------------------------------------------------------------------------
@@ -740,7 +742,7 @@ class EfxForCausalLM(PreTrainedModel, GenerationMixin):
             self.mask_input = MaskInput(config)
         self.dropout_embedding = make_mask(config, "embedding")
         self.layers = nn.ModuleList(
-            (Block if block["capacity"] is None else RoutedBlock)(config, block, length)
+            (Block if block["capacity"] is None else RoutedBlock)(config, block)
             for block in config.blocks
         )
         self.norm_final = make_norm(config)
@@ -796,18 +798,18 @@ class EfxForCausalLM(PreTrainedModel, GenerationMixin):
             cache = None
         if position_ids is None and not kwargs.keys().isdisjoint(("cu_seq_lens_q", "seq_idx")):
             raise ValueError("packed documents need position_ids: pass them too")
-        positions_BT, documents = self.positions_of(input_ids, attention_mask, position_ids, cache)
-        if documents is not None and (use_cache or cache is not None):
+        positions_BT, document_BT = self.positions_of(input_ids, attention_mask, position_ids, cache)
+        if document_BT is not None and (use_cache or cache is not None):
             raise ValueError(
                 "position_ids do not continue the rows, and a cache holds one document a row: pass "
                 "packed documents with use_cache=False and without past_key_values"
             )
         use_cache = c.use_cache if use_cache is None else use_cache
-        if use_cache and cache is None and documents is None:
+        if use_cache and cache is None and document_BT is None:
             cache = EfxCache()
         if cache is not None:
             cache.advance(positions_BT)
-        tokens = Tokens(positions_BT, cache, documents)
+        tokens = Tokens(positions_BT, cache, document_BT)
         x_BTD = self.embed(input_ids)
         if self.positions_embed is not None:
             x_BTD = x_BTD + self.positions_embed(tokens.positions_BT.clamp(min=0))
@@ -828,7 +830,7 @@ class EfxForCausalLM(PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=cache)
 
     def positions_of(self, input_ids, attention_mask, position_ids, cache):
-        """(the position of each new token, -1 for padding; `Documents` of packed rows, or None)."""
+        """(position of each new token, -1 for padding; documents [B, T] of packed rows, or None)."""
         length = input_ids.shape[1]
         if attention_mask is None:
             start_B1 = 0 if cache is None else cache.next_B1.to(input_ids.device)
@@ -842,18 +844,18 @@ class EfxForCausalLM(PreTrainedModel, GenerationMixin):
                 )
             positions_BT = attention_mask.long().cumsum(dim=1) - 1
             positions_BT = positions_BT.masked_fill(attention_mask == 0, -1)[:, -length:]
-        documents = None
+        document_BT = None
         if position_ids is not None:
             given_BT = position_ids.long().expand_as(positions_BT)
             given_BT = given_BT.masked_fill(positions_BT < 0, -1)
             if not torch.equal(given_BT, positions_BT):
-                positions_BT, documents = given_BT, Documents.from_positions(given_BT)
+                positions_BT, document_BT = given_BT, documents_of(given_BT)
         if int(positions_BT.max()) >= self.config.max_position_embeddings:
             raise ValueError(
                 f"more than max_position_embeddings={self.config.max_position_embeddings} tokens: "
                 "shorten the text, or, with rotary positions, load the model with a larger number"
             )
-        return positions_BT, documents
+        return positions_BT, document_BT
 
     def prepare_inputs_for_generation(
         self,
