@@ -146,6 +146,7 @@ class MoDBlock(nn.Module):
             self._sow_loss(name, logit_BT, x_BTD, topk_BT, valid_BT)
         deciding = call.selection if call.selection in logits else c.causal
         sow_choice(self, "score", logits[deciding], call)
+        sow_choice(self, "selected", _and(logits[deciding] > 0, valid_BT), call)
         if not call.looks_ahead:
             return admitted[deciding]
         selected_BT = topk_BT
@@ -168,6 +169,7 @@ class MoDBlock(nn.Module):
             selected_BT = controls.CONTROLS[name](call, self.seed.value, self.capacity)
             selected_BT = _and(selected_BT, valid_BT)
         admitted_BT = self._admit(selected_BT, call)
+        sow_choice(self, "selected", selected_BT, call)
         self._sow_statistics(name, selected_BT, admitted_BT, call)
         return admitted_BT
 
