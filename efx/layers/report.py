@@ -1,5 +1,4 @@
-"""What a feature of a model says of itself, beside its own code: what evaluation reports of it,
-and, where that is asked for, what it decided about each token."""
+"""How a feature of a model reports itself: metrics of an evaluation, and decisions per token."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,19 +8,17 @@ from flax import struct
 
 
 class Report(NamedTuple):
-    """Of one feature; of a model without it nothing is reported. The table of all of them is
-    `efx.evaluate.REPORTS`.
+    """Evaluation metrics of one feature; see `efx.evaluate.REPORTS` for all of them.
 
     Attributes:
-      words: {row: what the line about an evaluation says of it}; rows are called `eval/<name>`.
-      statistics: beginnings of the names of what layers sow into `stats` that become rows as they
-        are under the causal decisions.
-      rows: the other rows of (model, tokens of a sequence, `efx.evaluate.Passes`).
-      selections: of a model, the ways to choose (`Mode.selection`) beside "causal" that are
-        evaluated.
-      compared: of a model, the name of a collection of tuples of int8 arrays, or "". The share of
-        the entries of each that changes from one evaluation to the next is reported, under the
-        name that was sown. Entries below 0 do not count.
+      words: {metric: text in the line about an evaluation}; metrics are logged as `eval/<name>`.
+      statistics: prefixes of sown `stats` that become metrics as they are, under the causal
+        decisions.
+      rows: further metrics, of (model, tokens of a sequence, `efx.evaluate.Passes`).
+      selections: of a model, the values of `Call.selection` beside "causal" that are evaluated.
+      compared: of a model, the name of a collection of tuples of int8 arrays, or "". The fraction
+        of their entries that changes from one evaluation to the next is logged under the sown name.
+        Entries below 0 do not count.
     """
 
     words: dict
@@ -31,18 +28,18 @@ class Report(NamedTuple):
     compared: Callable = lambda model: ""
 
 
-# The collection of what is decided token by token. It is sown where a caller asks for it, which
-# training and evaluation do not: their programs have nothing of it.
+# Collection of decisions per token. Training and evaluation do not request it, so their programs do
+# not compute it; studies do.
 CHOICES = "choices"
 
 
 @struct.dataclass
 class Choice:
-    """What a layer decided about each token of its input.
+    """The decision of a layer about each token of its input.
 
     Attributes:
       value: [B, T, ...].
-      positions_BT: of these tokens, as in `Tokens`; negative: a slot without a token.
+      positions_BT: positions of these tokens, as in `Call`; negative: a slot without a token.
     """
 
     value: Any
@@ -50,15 +47,15 @@ class Choice:
 
 
 def choices_requested(module):
-    """Whether choices of this module are wanted, so that they are worth computing."""
+    """Whether the caller collects choices, so that they are worth computing."""
     return module.is_mutable_collection(CHOICES) and not module.is_initializing()
 
 
 def sow_choice(module, name, value, call):
-    """Reports a `Choice`, if that is asked for.
+    """Sow a `Choice`, if requested.
 
     Args:
-      value: [B, T, ...]. call: `Call` of these tokens; None: they lie as in the sequence.
+      value: [B, T, ...]. call: `Call` of these tokens; None: all tokens of the sequence, in order.
     """
     if not choices_requested(module):
         return

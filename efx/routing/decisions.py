@@ -120,7 +120,9 @@ class Threshold(Decision):
         min(threshold_decay, 1 - 1 / (1 + 0.1 t)).
         """
         new = selection.topk_threshold(jax.lax.stop_gradient(score_BT), self.capacity, valid_BT)
-        decay = jnp.minimum(self.config.threshold_decay, 1.0 - 1.0 / (1.0 + 0.03 * self.steps.value))
+        decay = jnp.minimum(
+            self.config.threshold_decay, 1.0 - 1.0 / (1.0 + 0.03 * self.steps.value)
+        )
         is_known = jnp.isfinite(new)
         old = self.quantile.value
         self.quantile.value = jnp.where(is_known, decay * old + (1.0 - decay) * new, old)

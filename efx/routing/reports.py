@@ -1,20 +1,19 @@
-"""What evaluation reports of depth routing and of experts.
+"""Evaluation metrics of depth routing and of experts.
 
-How well a causal decision predicts the top-k, which looks ahead, is asked of the pass in which the
-top-k decides what each router sees; how many tokens a decision routes, and what that costs, of the
-pass in which it decides itself.
+A decision's agreement with top-k is measured in the pass that routes by top-k, so that every router
+sees what it saw in training. The number of tokens that a decision routes, and their cost, is
+measured in the pass that routes by this decision.
 """
 
 from efx.layers.report import Report
 from efx.layers.stack import label
 from efx.settings import replaced
 
-# How well a decision agrees with the top-k.
 AGREEMENT = ("accuracy", "precision", "recall")
 
 
 def routing_of(model):
-    """The `DepthRoutingConfig` of a model some of whose layers are routed, else None."""
+    """The `DepthRoutingConfig` of a model with routed blocks, else None."""
     routings = (spec.routing for spec in model.blocks().values())
     return next((routing for routing in routings if routing is not None), None)
 
@@ -24,8 +23,8 @@ def _moe_of(model):
     return next((moe for moe in moes if moe is not None), None)
 
 
-def _as_measured(model, means):
-    """The model with the share of the choices that its experts were seen to compute."""
+def _with_measured_experts(model, means):
+    """The model with the fraction of choices that its experts were measured to compute."""
     computed = means.get("moe/computed_fraction")
     if computed is None or _moe_of(model) is None:
         return model
@@ -34,8 +33,8 @@ def _as_measured(model, means):
 
 
 def _depth_selections(model):
-    """Top-k, and every decision that is trained beside the one that samples. A control does in
-    evaluation what it does in training, with other random numbers."""
+    """Top-k, further trained decisions, and no routed blocks at all. A control selects in
+    evaluation as in training, so it has no top-k."""
     routing = routing_of(model)
     if routing is None:
         return ()
@@ -46,36 +45,37 @@ def _depth_rows(model, length, passes):
     routing = routing_of(model)
     if routing is None:
         return {}
+    rows = passes.loss("off", "routed_off")
     if routing.is_control:
-        rows = passes.loss("causal", routing.train_selection) | passes.loss("off", "routed_off")
-        return rows | _routed(model, length, "router", passes.means["causal"])
+        rows |= passes.loss("causal", routing.train_selection)
+        return rows | _routed_rows(model, length, "router", passes.means["causal"])
     first, *others = routing.trained_decisions
-    rows = passes.loss("topk", "topk") | passes.loss("off", "routed_off")
+    rows |= passes.loss("topk", "topk")
     for name in others:
         rows |= passes.loss(name, name)
     for name in routing.trained_decisions:
         prefix, selection = ("router", "causal") if name == first else (name, name)
         rows |= passes.statistics("topk", [f"{prefix}/{key}" for key in AGREEMENT])
-        rows |= _routed(model, length, prefix, passes.means[selection])
+        rows |= _routed_rows(model, length, prefix, passes.means[selection])
     return rows
 
 
-def _routed(model, length, prefix, means):
-    """How many tokens are computed, and what that costs."""
+def _routed_rows(model, length, prefix, means):
+    """Fractions of routed tokens, over all blocks and by block, and FLOPs per token."""
     rows, key = {}, f"{prefix}/decided_fraction"
     for tail in [name.removeprefix(key) for name in means if name.startswith(key)]:
         overflow = means[f"{prefix}/overflow_fraction{tail}"]
         rows[f"eval/{prefix}/routed_fraction{tail}"] = means[key + tail] - overflow
         rows[f"eval/{prefix}/overflow_fraction{tail}"] = overflow
-    blocks = [value for name, value in rows.items() if "/routed_fraction/" in name]
-    rows[f"eval/{prefix}/routed_fraction_min"] = min(blocks)
-    rows[f"eval/{prefix}/routed_fraction_max"] = max(blocks)
-    shares = {}
+    measured = {}
     for path, spec in model.blocks().items():
         if spec.routing is not None:
             routed = rows[f"eval/{prefix}/routed_fraction/{label(path)}"]
-            shares[path] = (routed, means[f"{prefix}/pairs_fraction/{label(path)}"])
-    ledger = _as_measured(model, means).ledger(length, shares=shares)
+            measured[path] = (routed, means[f"{prefix}/pairs_fraction/{label(path)}"])
+    fractions = [tokens for tokens, _ in measured.values()]
+    rows[f"eval/{prefix}/routed_fraction_min"] = min(fractions)
+    rows[f"eval/{prefix}/routed_fraction_max"] = max(fractions)
+    ledger = _with_measured_experts(model, means).ledger(length, shares=measured)
     return rows | {f"eval/{prefix}/flops_per_token": ledger.nominal_per_token}
 
 
@@ -92,6 +92,7 @@ DEPTH = Report(
 
 
 def _expert_selections(model):
+    """Top-k if experts choose tokens; no experts at all if a token may choose none (MoDE)."""
     moe = _moe_of(model)
     if moe is None:
         return ()
@@ -99,17 +100,17 @@ def _expert_selections(model):
 
 
 def _expert_rows(model, length, passes):
-    """The loss under a selection that looks ahead, if there is one; FLOPs by what experts computed,
-    where nothing else changes how many tokens are."""
     rows, moe, causal = {}, _moe_of(model), passes.means["causal"]
+    if moe is None:
+        return rows
     if "topk" in passes.means and passes.statistics("causal", ["moe/"]):
         rows |= passes.statistics("topk", ["moe/accuracy"]) | passes.loss("topk", "topk")
-    if moe is not None and moe.num_noop:
+    if moe.num_noop:
         rows |= passes.loss("off", "routed_off")
-    if moe is not None and "moe/computed_fraction" in causal:
+    if "moe/computed_fraction" in causal:
         rows["eval/moe/counted_fraction"] = moe.counted_fraction
         if routing_of(model) is None:
-            ledger = _as_measured(model, causal).ledger(length)
+            ledger = _with_measured_experts(model, causal).ledger(length)
             rows["eval/moe/flops_per_token"] = ledger.nominal_per_token
     return rows
 
