@@ -36,41 +36,48 @@ class Block(nn.Module):
 
     def setup_attention(self):
         c = self.config
-        self.attention = make_attention(c)
-        self.norm_attention = make_norm(c)
-        self.dropout_attention_output = make_dropout(c, "attention_output")
+        self.attention, self.norm_attention = make_attention(c), make_norm(c)
+        self.dropout_attention_output = None
+        if c.dropout.kind != "none":
+            self.dropout_attention_output = make_dropout(c, "attention_output")
 
     def setup_mlp(self):
         c = self.config
-        self.mlp = make_mlp(c)
-        self.norm_mlp = make_norm(c)
-        self.dropout_mlp_output = make_dropout(c, "mlp_output")
+        self.mlp, self.norm_mlp = make_mlp(c), make_norm(c)
+        self.dropout_mlp_output = None
+        if c.dropout.kind != "none":
+            self.dropout_mlp_output = make_dropout(c, "mlp_output")
 
     def __call__(self, x_BTD, call, context=None):
         """`context` = (states [B, S, D], their call, ...): attend to these instead of to x."""
         a_BTD = self.attention_increment(x_BTD, call, context)
         if a_BTD is None:
             return None
-        return a_BTD + self.mlp_increment(mlp_input(self.config, x_BTD, a_BTD), call)
+        read_BTD = x_BTD if self.config.kind == "parallel" else x_BTD + a_BTD
+        return a_BTD + self.mlp_increment(read_BTD, call)
 
     def attention_increment(self, x_BTD, call, context=None):
         """None if the call only writes keys and values."""
-        c = self.config
+        norm, is_post_norm = self.norm_attention, self.config.kind == "post_norm"
         if context is not None:
-            context = norm_input(c, self.norm_attention, context[0]), context[1]
-        a_BTD = self.attention(norm_input(c, self.norm_attention, x_BTD), call, context)
+            context = context[0] if is_post_norm else norm(context[0]), context[1]
+        a_BTD = self.attention(x_BTD if is_post_norm else norm(x_BTD), call, context)
         if a_BTD is None:
             return None
-        a_BTD = norm_output(c, self.norm_attention, a_BTD)
-        return with_dropout(self.dropout_attention_output, a_BTD, call)
+        a_BTD = norm(a_BTD) if is_post_norm else a_BTD
+        dropout = self.dropout_attention_output
+        return a_BTD if dropout is None else dropout(a_BTD, call)
 
     def mlp_increment(self, x_BTD, call, context=None):
         """`context` is not used: it is there for routed blocks, which pass one to either part."""
         c, norm, dropout = self.config, self.norm_mlp, self.dropout_mlp_output
-        y_BTD = norm_input(c, norm, x_BTD)
-        if not c.dropout.skips or c.moe is not None or call.train or self.is_initializing():
-            return with_dropout(dropout, norm_output(c, norm, self.mlp(y_BTD, call)), call)
-        return self._mlp_of_open_tokens(y_BTD, call)
+        y_BTD = x_BTD if c.kind == "post_norm" else norm(x_BTD)
+        if dropout is not None and c.dropout.skips and c.moe is None:
+            if not (call.train or self.is_initializing()):
+                return self._mlp_of_open_tokens(y_BTD, call)
+        m_BTD = self.mlp(y_BTD, call)
+        m_BTD = norm(m_BTD) if c.kind == "post_norm" else m_BTD
+        return m_BTD if dropout is None else dropout(m_BTD, call)
 
     def _mlp_of_open_tokens(self, y_BTD, call):
         """The MLP for tokens whose mask is not all 0, and the fraction of them in `stats`."""
@@ -150,7 +157,7 @@ def make_mlp(c, name=None):
     return MoE(c.moe, *options, router_std=ROUTER_STD * c.router_scale, name=name)
 
 
-# ---- forms that the latent family, the encoder-decoder and soft experts still use -----------------
+# ---- forms that the latent family, the encoder-decoder and soft experts still use ---------------
 
 
 def sublayer_norms(c, name):

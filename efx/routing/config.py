@@ -144,27 +144,27 @@ class DepthRoutingConfig:
                 f"step must compute all tokens, also in {self.where}.capacity={self.capacity}"
             )
 
-    @property
+    @functools.cached_property
     def is_control(self):
         """Whether tokens are selected without a router."""
         return self.train_selection in controls.CONTROLS
 
-    @property
+    @functools.cached_property
     def needs_token_places(self):
         """Whether selection goes by the ids of tokens, see `Call.token_places`."""
         return self.kind != "none" and self.train_selection == "token_hash"
 
-    @property
+    @functools.cached_property
     def is_exact(self):
         """Whether training selects exactly ceil(c T) tokens, and not that many on average."""
         return self.train_selection not in ("threshold", "token_hash")
 
-    @property
+    @functools.cached_property
     def looks_ahead(self):
         """Whether the selection in training depends on later tokens."""
         return self.kind != "none" and self.train_selection == "topk"
 
-    @property
+    @functools.cached_property
     def trained_decisions(self):
         """Names of the causal decisions that are trained, the one of sampling first."""
         if self.is_control:

@@ -132,40 +132,40 @@ class Threshold(Decision):
 DECISIONS = {"aux_loss": RouterSign, "predictor": Predictor, "threshold": Threshold}
 
 
-def cross_entropy(logit_BT, target_BT, valid_BT):
-    """Mean over valid tokens of the binary cross-entropy of a decision against top-k."""
-    loss_BT = optax.sigmoid_binary_cross_entropy(logit_BT, target_BT.astype(jnp.float32))
-    return means.over(loss_BT, valid_BT)
+def sow_decision(module, prefix, selected_BT, admitted_BT, real_BT, topk=None, loss=None):
+    """Sow the statistics of a decision into `stats`, and its loss against top-k into `losses`.
 
-
-def agreement(selected_BT, target_BT, valid_BT):
-    """{name: Mean} of how well a decision agrees with top-k: accuracy, precision, recall."""
-    both = jnp.sum(selected_BT & target_BT, dtype=jnp.float32)
-    return {
-        "accuracy": means.over((selected_BT == target_BT).astype(jnp.float32), valid_BT),
-        "precision": means.Mean(both, jnp.sum(selected_BT, dtype=jnp.float32)),
-        "recall": means.Mean(both, jnp.sum(target_BT, dtype=jnp.float32)),
-    }
-
-
-def fractions(selected_BT, admitted_BT, real_BT):
-    """{name: Mean} of the tokens that a decision selects.
-
-    decided_fraction: selected before the causal limit; overflow_fraction: selected but not
-    admitted; pairs_fraction: (query, key) pairs among admitted tokens, of those among all tokens.
+    decided_fraction: tokens selected before the causal limit; overflow_fraction: selected but not
+    admitted; pairs_fraction: (query, key) pairs among admitted tokens, of those among all tokens;
+    accuracy, precision, recall: agreement with top-k.
 
     Args:
-      real_BT: the tokens of the sequence, or None: all. In a recursion more than may be selected.
+      real_BT: the tokens of the sequence. In a recursion more than may be selected.
+      topk: (mask of top-k, the tokens that may be selected), or None for a control.
+      loss: (name, logits [B, T]), or None for a decision without one.
     """
-    length = selected_BT.shape[1]
-    real_BT = jnp.ones_like(selected_BT) if real_BT is None else real_BT
-    tokens = jnp.sum(real_BT, dtype=jnp.float32)
-    rows = jnp.sum(jnp.any(real_BT, axis=1), dtype=jnp.float32)
+    tokens, length = jnp.sum(real_BT, dtype=jnp.float32), selected_BT.shape[1]
     routed_B = jnp.sum(admitted_BT, axis=1, dtype=jnp.float32)
     pairs = jnp.sum(routed_B * (routed_B + 1.0)) / (length * (length + 1.0))
-    lost = jnp.sum(selected_BT & ~admitted_BT, dtype=jnp.float32)
-    return {
-        "decided_fraction": means.Mean(jnp.sum(selected_BT, dtype=jnp.float32), tokens),
+    rows = jnp.sum(jnp.any(real_BT, axis=1), dtype=jnp.float32)
+    count, lost = (
+        jnp.sum(y_BT, dtype=jnp.float32) for y_BT in (selected_BT, selected_BT & ~admitted_BT)
+    )
+    stats = {
+        "decided_fraction": means.Mean(count, tokens),
         "overflow_fraction": means.Mean(lost, tokens),
         "pairs_fraction": means.Mean(pairs, rows),
     }
+    if topk is not None:
+        topk_BT, valid_BT = topk
+        both = jnp.sum(selected_BT & topk_BT, dtype=jnp.float32)
+        is_right_BT = (selected_BT == topk_BT).astype(jnp.float32)
+        stats["accuracy"] = means.over(is_right_BT, valid_BT)
+        stats["precision"] = means.Mean(both, count)
+        stats["recall"] = means.Mean(both, jnp.sum(topk_BT, dtype=jnp.float32))
+    for name, value in stats.items():
+        means.sow(module, "stats", f"{prefix}/{name}", value)
+    if loss is not None:
+        name, logit_BT = loss
+        bce_BT = optax.sigmoid_binary_cross_entropy(logit_BT, topk_BT.astype(jnp.float32))
+        means.sow(module, "losses", name, means.over(bce_BT, valid_BT))

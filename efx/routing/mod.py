@@ -20,7 +20,7 @@ from efx import means, sharding
 from efx.layers.linear import onto
 from efx.layers.moe import ROUTER_STD
 from efx.layers.norms import RMSNorm
-from efx.layers.report import choices_requested, sow_choice
+from efx.layers.report import sow_choice
 from efx.parameter import parameter
 from efx.routing import admission, controls, decisions, selection
 from efx.routing.config import DepthRoutingConfig
@@ -86,22 +86,26 @@ class MoDBlock(nn.Module):
 
     def _route(self, start_BTD, x_BTD, call):
         """(start + gate * part(x) for the selected tokens, their mask)."""
-        routed_BTD = self.norm_router(x_BTD) if self.config.router_norm == "rms" else x_BTD
-        score_BT = self._score(routed_BTD)
-        if call.decode:
-            selected_BT, count_BT = self._select_new(routed_BTD, score_BT, call)
+        c, read_BTD = self.config, x_BTD
+        if c.is_control:
+            score_BT = gate_BT = jnp.ones(x_BTD.shape[:2], jnp.float32)
         else:
-            selected_BT = self._select(routed_BTD, score_BT, call)
+            read_BTD = self.norm_router(x_BTD) if c.router_norm == "rms" else x_BTD
+            score_BT = onto(self.router, read_BTD)  # float32, whatever the dtype of x
+            gate_BT = GATES[c.gate](score_BT)
+            self.sow("intermediates", "router_logits", score_BT)
+        if call.decode:
+            selected_BT, count_BT = self._select_new(read_BTD, score_BT, call)
+        else:
+            selected_BT = self._select(read_BTD, score_BT, call)
             count_BT = selection.running_count(selected_BT, call.segment_ids_BT)
         if self.make_skip_mlp is not None:
             start_BTD = start_BTD + jnp.where(selected_BT[..., None], 0, self.skip_mlp(x_BTD))
-        gate_BT = GATES["one" if self.config.is_control else self.config.gate](score_BT)
-        compute, inner = self._compute, call.replace(count_BT=count_BT)
-        if call.decode:
-            compute = self._compute_new
-        elif choices_requested(self):
+        compute, inner = self._compute_new, call.replace(count_BT=count_BT)
+        if not call.decode:
+            compute = self._compute
             sow_choice(self, "routed", selected_BT, call)
-            if not self.config.is_control:
+            if not c.is_control:
                 sow_choice(self, "gate", jnp.where(selected_BT, gate_BT, 0.0), call)
         return compute(start_BTD, x_BTD, gate_BT, selected_BT, inner), selected_BT
 
@@ -118,91 +122,63 @@ class MoDBlock(nn.Module):
 
     # ---- selection ----
 
-    def _score(self, x_BTD):
-        """r [B, T] in float32, whatever the dtype of x; 0 without a router."""
-        if self.config.is_control:
-            return jnp.zeros(x_BTD.shape[:2], jnp.float32)
-        score_BT = onto(self.router, x_BTD)
-        self.sow("intermediates", "router_logits", score_BT)
-        return score_BT
-
     def _select(self, x_BTD, score_BT, call):
         """Mask of the tokens of whole sequences that are computed."""
-        c = self.config
+        c, real_BT = self.config, call.real(len(x_BTD))
+        valid_BT = real_BT if call.selectable_BT is None else real_BT & call.selectable_BT
         if call.selection == "off":
-            return jnp.zeros(score_BT.shape, bool)
+            return jnp.zeros_like(valid_BT)
         if c.is_control:
-            return self._select_by_control(call)
-        valid_BT = _selectable(call)
-        topk_BT = selection.select_topk(
-            jax.lax.stop_gradient(score_BT), self.capacity, valid_BT, call.segment_ids_BT
-        )
-        logits = {name: getattr(self, name)(x_BTD, score_BT) for name in c.trained_decisions}
+            return self._select_by_control(valid_BT, real_BT, call)
+        scores, documents = jax.lax.stop_gradient(score_BT), call.segment_ids_BT
+        topk_BT = selection.select_topk(scores, self.capacity, valid_BT, documents)
+        deciding = call.selection if call.selection in c.trained_decisions else c.causal
         admitted = {}
-        for name, logit_BT in logits.items():
-            selected_BT = _and(logit_BT > 0, valid_BT)
-            admitted[name] = self._admit(selected_BT, call)
-            self._sow_statistics(name, selected_BT, admitted[name], call, topk_BT)
-            self._sow_loss(name, logit_BT, x_BTD, topk_BT, valid_BT)
-        deciding = call.selection if call.selection in logits else c.causal
-        sow_choice(self, "score", logits[deciding], call)
-        sow_choice(self, "selected", _and(logits[deciding] > 0, valid_BT), call)
+        for name in c.trained_decisions:
+            logit_BT = getattr(self, name)(x_BTD, score_BT)
+            eligible_BT = (logit_BT > 0) & valid_BT
+            admitted[name] = self._admit(eligible_BT, call)
+            if means.wanted(self):
+                loss, prefix = DECISIONS[name].loss, "router" if name == c.causal else name
+                if name == "aux_loss" and not c.bce_reaches_input:
+                    logit_BT = onto(self.router, jax.lax.stop_gradient(x_BTD))
+                decisions.sow_decision(
+                    self, prefix, eligible_BT, admitted[name], real_BT,
+                    topk=(topk_BT, valid_BT), loss=loss and (loss, logit_BT),
+                )  # fmt: skip
+            if name == deciding:
+                sow_choice(self, "score", logit_BT, call)
+                sow_choice(self, "selected", eligible_BT, call)
         if not call.looks_ahead:
             return admitted[deciding]
         selected_BT = topk_BT
         if call.selection == "train" and c.train_selection == "threshold":
             is_warm = self.threshold.steps.value >= c.threshold_warmup
             selected_BT = jnp.where(is_warm, admitted["threshold"], topk_BT)
-        if "threshold" in logits and self.is_mutable_collection("state"):
+        if "threshold" in admitted and self.is_mutable_collection("state"):
             if not self.is_initializing():
                 self.threshold.update(score_BT, valid_BT)
         return selected_BT
 
-    def _select_by_control(self, call):
-        name, valid_BT = self.config.train_selection, _selectable(call)
+    def _select_by_control(self, valid_BT, real_BT, call):
+        name, capacity, seed = self.config.train_selection, self.capacity, self.seed.value
         if name == "stochastic" and call.looks_ahead:
-            noise_BT = controls.uniform_scores(call, self.seed.value)
-            selected_BT = selection.select_topk(
-                -noise_BT, self.capacity, valid_BT, call.segment_ids_BT
-            )
+            noise_BT = controls.uniform_scores(call, seed)
+            eligible_BT = selection.select_topk(-noise_BT, capacity, valid_BT, call.segment_ids_BT)
         else:
-            selected_BT = controls.CONTROLS[name](call, self.seed.value, self.capacity)
-            selected_BT = _and(selected_BT, valid_BT)
-        admitted_BT = self._admit(selected_BT, call)
-        sow_choice(self, "selected", selected_BT, call)
-        self._sow_statistics(name, selected_BT, admitted_BT, call)
+            eligible_BT = controls.CONTROLS[name](call, seed, capacity) & valid_BT
+        admitted_BT = self._admit(eligible_BT, call)
+        sow_choice(self, "selected", eligible_BT, call)
+        if means.wanted(self):
+            decisions.sow_decision(self, "router", eligible_BT, admitted_BT, real_BT)
         return admitted_BT
 
-    def _admit(self, selected_BT, call):
-        slots = self.config.slots(self.capacity, selected_BT.shape[1], "causal")
+    def _admit(self, eligible_BT, call):
+        slots = self.config.slots(self.capacity, eligible_BT.shape[1], "causal")
         if self.config.train_selection != "position":
-            rate = self.config.causal_rate(self.capacity)
-            selected_BT = selection.admit(selected_BT, rate, call)
+            eligible_BT = selection.admit(eligible_BT, self.config.causal_rate(self.capacity), call)
         # Only a packed row of many documents has more tokens than slots.
-        return selected_BT & (jnp.cumsum(selected_BT, axis=1) <= slots)
-
-    # ---- losses and statistics ----
-
-    def _sow_loss(self, name, logit_BT, x_BTD, topk_BT, valid_BT):
-        loss = DECISIONS[name].loss
-        if loss is None or not means.wanted(self):
-            return
-        if name == "aux_loss" and not self.config.bce_reaches_input:
-            logit_BT = onto(self.router, jax.lax.stop_gradient(x_BTD))
-        bce = decisions.cross_entropy(logit_BT, topk_BT, valid_BT)
-        means.sow(self, "losses", loss, bce)
-
-    def _sow_statistics(self, name, selected_BT, admitted_BT, call, topk_BT=None):
-        """Of one decision: its agreement with top-k and the fractions of tokens. Those of the
-        sampling decision are called "router/...", those of others by their name."""
-        if not means.wanted(self):
-            return
-        stats = decisions.fractions(selected_BT, admitted_BT, call.real(len(selected_BT)))
-        if topk_BT is not None:
-            stats |= decisions.agreement(selected_BT, topk_BT, _selectable(call))
-        prefix = "router" if self.config.is_control or name == self.config.causal else name
-        for key, value in stats.items():
-            means.sow(self, "stats", f"{prefix}/{key}", value)
+        return eligible_BT & (jnp.cumsum(eligible_BT, axis=1) <= slots)
 
     # ---- decoding: the same decision and limit for new tokens ----
 
@@ -218,7 +194,9 @@ class MoDBlock(nn.Module):
         else:
             name = call.selection if call.selection in c.trained_decisions else c.causal
             selected_BT = getattr(self, name)(x_BTD, score_BT) > 0
-        selected_BT = _and(_and(selected_BT, real_BT), call.selectable_BT)
+        selected_BT = selected_BT & real_BT
+        if call.selectable_BT is not None:
+            selected_BT = selected_BT & call.selectable_BT
         admission.count_tokens(self, "reached", real_BT, call)
         rate = 1.0 if c.train_selection == "position" else c.causal_rate(self.capacity)
         mask_BT, before_B = admission.admit_new_tokens(
@@ -298,15 +276,3 @@ def _add_masked(part, out_BTD, x_BTD, gate_BT, call):
     delta_BTD = part(x_BTD, call)
     gated_BTD = selection.weighted(delta_BTD, gate_BT).astype(delta_BTD.dtype)
     return out_BTD + jnp.where((call.positions_BT >= 0)[..., None], gated_BTD, 0)
-
-
-def _selectable(call):
-    """bool [B, T]: the tokens that may be selected: not padding, and computed by earlier steps."""
-    return _and(call.real(len(call.positions_BT)), call.selectable_BT)
-
-
-def _and(a_BT, b_BT):
-    """Both masks; None is all True."""
-    if a_BT is None or b_BT is None:
-        return b_BT if a_BT is None else a_BT
-    return a_BT & b_BT

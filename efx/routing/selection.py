@@ -27,12 +27,8 @@ _SCATTER = dict(mode="drop", unique_indices=True, indices_are_sorted=True)
 
 def num_slots(rate, length):
     """C of top-k: ceil(rate * length), at least 1 and at most `length`."""
-    return max(1, _ceil_share(rate, length))
-
-
-def _ceil_share(rate, length):
     # Rounding first: 0.07 * 100 must be 7 slots, not 8.
-    return min(length, math.ceil(round(rate * length, 6)))
+    return min(length, max(1, math.ceil(round(rate * length, 6))))
 
 
 def num_causal_slots(rate, length):
@@ -61,18 +57,14 @@ def select_topk(scores_BT, rate, valid_BT=None, segment_ids_BT=None):
     if segment_ids_BT is not None:
         return _select_topk_per_document(scores_BT, rate, valid_BT, segment_ids_BT)
     slots = num_slots(rate, scores_BT.shape[1])
-    scores_BT = _masked(scores_BT, valid_BT)
-    kth_B1 = largest(scores_BT, slots + 1)[:, slots - 1 : slots]
+    if valid_BT is not None:
+        scores_BT = jnp.where(valid_BT, scores_BT, -jnp.inf)
+    kth_B1 = jax.lax.top_k(scores_BT, slots)[0][:, -1:]
     above_BT, tied_BT = scores_BT > kth_B1, scores_BT == kth_B1
     free_B1 = slots - jnp.sum(above_BT, axis=1, keepdims=True)
     selected_BT = above_BT | (tied_BT & (jnp.cumsum(tied_BT, axis=1) <= free_B1))
     selected_BT = selected_BT if valid_BT is None else selected_BT & valid_BT
     return checkpoint_name(selected_BT, SELECTION)
-
-
-def largest(scores_BT, count):
-    """The `count` largest scores of each row, descending; all, if there are fewer."""
-    return jax.lax.top_k(scores_BT, min(count, scores_BT.shape[1]))[0]
 
 
 def topk_threshold(scores_BT, rate, valid_BT=None):
@@ -81,14 +73,13 @@ def topk_threshold(scores_BT, rate, valid_BT=None):
     slots = num_slots(rate, scores_BT.shape[1])
     if slots == scores_BT.shape[1]:
         return jnp.min(scores_BT) - 1.0
-    pair_B2 = largest(_masked(scores_BT, valid_BT), slots + 1)[:, slots - 1 :]
-    counted_B = jnp.isfinite(pair_B2[:, 1])
-    sums = jnp.sum(jnp.where(counted_B, jnp.mean(pair_B2, axis=1), 0.0))
-    return sums / jnp.sum(counted_B)
-
-
-def _masked(scores_BT, valid_BT):
-    return scores_BT if valid_BT is None else jnp.where(valid_BT, scores_BT, -jnp.inf)
+    if valid_BT is not None:
+        scores_BT = jnp.where(valid_BT, scores_BT, -jnp.inf)
+    pair_B2 = jax.lax.top_k(scores_BT, slots + 1)[0][:, slots - 1 :]
+    kth_B, next_B = pair_B2[:, 0], pair_B2[:, 1]
+    next_B = jnp.where(jnp.isfinite(next_B), next_B, kth_B - 1.0)  # all valid tokens are selected
+    counted_B = jnp.isfinite(kth_B)
+    return jnp.sum(jnp.where(counted_B, 0.5 * (kth_B + next_B), 0.0)) / jnp.sum(counted_B)
 
 
 def _select_topk_per_document(scores_BT, rate, valid_BT, segment_ids_BT):
@@ -100,11 +91,12 @@ def _select_topk_per_document(scores_BT, rate, valid_BT, segment_ids_BT):
     stop_BT = jax.lax.cummin(jnp.where(last_BT, place_T + 1, length), axis=1, reverse=True)
     # By document, then by falling score; the sort is stable, so of equals the earlier comes first.
     valid_BT = segment_ids_BT > 0 if valid_BT is None else valid_BT
-    order_BT = jnp.lexsort((-_masked(scores_BT, valid_BT), start_BT), axis=1)
+    order_BT = jnp.lexsort((jnp.where(valid_BT, -scores_BT, jnp.inf), start_BT), axis=1)
     rank_BT = jax.vmap(
         lambda order: jnp.zeros_like(place_T).at[order].set(place_T, unique_indices=True)
     )(order_BT)
-    shares = jnp.asarray([_ceil_share(rate, place) for place in range(length + 1)])
+    shares = np.ceil(np.round(rate * np.arange(length + 1), 6)).astype(np.int32)
+    shares = jnp.minimum(jnp.asarray(shares), length)
     quota_BT = shares[stop_BT] - shares[start_BT]
     return checkpoint_name(valid_BT & (rank_BT - start_BT < quota_BT), SELECTION)
 
