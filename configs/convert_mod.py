@@ -32,7 +32,6 @@ Hardware: 2 CPU cores. The study: `python -m efx.studies.convert`, docs/bring_yo
 """
 
 from efx.configs import common, mod
-from efx.layers.config import
 from efx.routing.config import DepthRoutingConfig
 from efx.routing.parameters import params_pattern
 

@@ -12,7 +12,6 @@ from efx import main, models, optim, sharding
 from efx.config import load_config
 from efx.configs import common, mod
 from efx.errors import UsageError
-from efx.layers.config import
 from efx.routing.config import DepthRoutingConfig
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

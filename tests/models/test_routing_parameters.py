@@ -17,7 +17,6 @@ from test_interop import transformers  # noqa: F401
 from efx import models
 from efx.interop import convert_run, hf
 from efx.interop.weights import SINGLE
-from efx.layers.config import
 from efx.routing.config import DepthRoutingConfig
 
 BASE = DepthRoutingConfig(kind="mod", gate="twice_sigmoid", causal="threshold", capacity=0.5)
