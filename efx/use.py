@@ -21,7 +21,9 @@ def evaluate(config, workdir, step=None):
     """Print and return the evaluation of a run's checkpoint over its held-out split, or over all of
     `config.data.eval_source`."""
     check_tokenizer(config, "--workdir", workdir)
-    e, step, params, variables = finished(config, workdir, step, splits=("train", "eval") if config.evaluate.calibrate else ("eval",))
+    e, step, params, variables = finished(
+        config, workdir, step, splits=("train", "eval") if config.evaluate.calibrate else ("eval",)
+    )
     with sharding.use(e.mesh, e.rules):
         metrics = Evaluator(e.model, e.config, e.data, e.mesh, e.rules)(params, variables)
     if jax.process_index() == 0:

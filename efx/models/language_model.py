@@ -140,6 +140,11 @@ class LanguageModel(nn.Module):
         return by_path("layers", self.specs())
 
     @nn.nowrap
+    def stack_places(self, length):
+        """Places of the stack's sequence for `length` tokens."""
+        return length
+
+    @nn.nowrap
     def token_of_place(self, path, positions_RS, length):
         """int [R, S]: the token at whose time each place of a module's arrays is computed;
         negative: none, such as of padding and memory.

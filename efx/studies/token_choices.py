@@ -1,4 +1,4 @@
-"""What a model does with each token of a text: its decisions, its prediction, its cost.
+"""What a model does with each token of a text: its decisions and its prediction.
 
 The decisions are those that evaluation and sampling take (`selection="causal"`), as the modules
 that take them report them: the collection `choices`, see `efx.layers.report`.
@@ -18,7 +18,6 @@ from efx import models
 from efx.errors import UsageError
 from efx.layers.report import CHOICES
 from efx.layers.stack import label
-from efx.studies import token_costs
 
 
 class Quantity(NamedTuple):
@@ -60,16 +59,13 @@ QUANTITIES = {
     "score": Quantity(
         "router score", "compared with 0 by the causal decision", "number", by_row=True
     ),
-    "wanted": Quantity(
+    "selected": Quantity(
         "selected",
         "whether the decision selects the token, before the capacity limit",
         "flag",
         ("not selected", "selected"),
     ),
     "mask": Quantity("mean of the mask", "mean factor of the mask on the token", "fraction"),
-    "flops": Quantity(
-        "FLOPs", "fraction of the cost of a token that is computed everywhere", "fraction"
-    ),
 }
 
 
@@ -95,16 +91,12 @@ class TokenMap:
       served: {name of a row: [T] lists of (expert, weight)} of rows of experts.
       entropy_T: nats, of the model's distribution of the next token.
       loss_T: nats, of the next token; NaN where it is not known.
-      flops_T, dense_T: what each token costs, and what it is compared with: `against`, in words.
     """
 
     rows: list
     served: dict
     entropy_T: np.ndarray
     loss_T: np.ndarray
-    flops_T: np.ndarray
-    dense_T: np.ndarray
-    against: str = "of the cost with everything computed"
 
     def of(self, quantity):
         """{name: values} of the rows of one quantity."""
@@ -142,15 +134,8 @@ def token_map(model, variables, ids, keys=None, next_id=None):
             "config.model.depth_routing.kind='none': the model makes no decision per token; use "
             "one with depth routing, experts, learned dropout, gates or groups of latents"
         )
-    costs = token_costs.of_tokens(models.unrolled(model), len(ids), made.choices)
-    left = _left_before(rows)
-    for path, share_T in costs.shares.items():
-        name = row_name(path)
-        share_T = np.where(left.get(name, False), np.nan, share_T)
-        mine = [i for i, row in enumerate(rows) if f"{row.name} ".startswith(f"{name} ")]
-        rows.insert(mine[0] if mine else len(rows), Row(name, "flops", share_T))
     entropy_T, loss_T = summary(prediction, ids, next_id)
-    return TokenMap(rows, served, entropy_T, loss_T, costs.flops_T, costs.dense_T)
+    return TokenMap(rows, served, entropy_T, loss_T)
 
 
 class Made(NamedTuple):
@@ -214,8 +199,8 @@ def _entropy_and_loss(log_p_TV, next_T):
 
 
 def rows_of(model, made, length):
-    """([Row], `TokenMap.served`) of all decisions of a pass, in the order in which they were made,
-    and of what computes at some tokens' times alone."""
+    """([Row], `TokenMap.served`) of all decisions of a pass, in the order in which they were
+    made."""
     model, found, served = models.unrolled(model), [], {}
 
     def add(place, name, quantity, values_T):
@@ -240,12 +225,6 @@ def rows_of(model, made, length):
                 add(place, f"{name} mlp", "computed", value_T)
             elif kind != "served":
                 add(place, name, "computed" if kind == "routed" else kind, value_T)
-    for prefix, part in token_costs.parts(model):
-        for stage in part.stages(length):
-            path, computed_T = prefix + stage.path, np.zeros(length)
-            computed_T[stage.tokens_S[stage.tokens_S >= 0]] = 1.0
-            if not computed_T.all() and (path, "routed") not in made.choices:
-                add(made.calls[path][0], row_name(path), "computed", computed_T)
     kinds = list(QUANTITIES)
     found.sort(key=lambda pair: (pair[0], kinds.index(pair[1].quantity)))
     rows = [row for _, row in found]
@@ -285,7 +264,7 @@ def _that_say_nothing(rows):
     """Quantities that say nothing of this text: all that are wanted are computed, masks are
     rounded, nothing lacked room, no choice computes nothing."""
     values = {(row.name, row.quantity): row.values_T for row in rows}
-    same = {"wanted": "computed", "mask": "kept"}
+    same = {"selected": "computed", "mask": "kept"}
     nothing = {*same, "full", "noop"}
     for (name, quantity), values_T in values.items():
         expected_T = values[name, same[quantity]] if quantity in same else 0.0
@@ -294,12 +273,21 @@ def _that_say_nothing(rows):
     return nothing
 
 
+def model_parts(model):
+    """[(prefix of its paths, model)] of a model, or of the models that it is composed of."""
+    if not model.members:
+        return [("", model)]
+    return [(f"{name}/", member) for name, (member, _) in model.members.items()]
+
+
 def on_tokens(model, path, choice, length):
     """float64 [T, ...]: the value of a `Choice` at each token, NaN where it has none."""
     value = np.asarray(choice.value, np.float64)
-    parts = token_costs.parts(model)
+    parts = model_parts(model)
     prefix, part = next((prefix, part) for prefix, part in parts if path.startswith(prefix))
-    time_RS = part.token_of_place(path.removeprefix(prefix), np.asarray(choice.positions_BT), length)
+    time_RS = part.token_of_place(
+        path.removeprefix(prefix), np.asarray(choice.positions_BT), length
+    )
     result = np.full((length, *value.shape[2:]), np.nan)
     result[time_RS[time_RS >= 0]] = value[time_RS >= 0]
     return result

@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from efx import models, sharding
+from efx import sharding
 from efx.cbtm.ensemble import log_weights
 from efx.step import evaluation_keys
-from efx.studies import token_costs
 from efx.studies.token_choices import Row, TokenMap, predictions, rows_of, summary
 
 
@@ -28,8 +27,8 @@ def weights(ensemble, settings, ids):
 
 
 def token_map(ensemble, config, ids, next_id=None):
-    """The `TokenMap` of a text, see `token_choices.token_map`; what each token costs is compared
-    with what it costs in one expert. Experts that no token uses are not read.
+    """The `TokenMap` of a text, see `token_choices.token_map`. Experts that no token uses are not
+    read.
 
     Args:
       ensemble: `efx.cbtm.ensemble.Ensemble`. config: its `Config`.
@@ -38,7 +37,7 @@ def token_map(ensemble, config, ids, next_id=None):
     w_TE, length = np.exp(log_w_TE.astype(np.float64)), len(ids)
     rows = [Row("experts", "experts", (w_TE > 0).sum(axis=-1).astype(np.float64))]
     rows += [Row("experts", "expert", w_TE.argmax(axis=-1).astype(np.float64))]
-    own, served, mixed_TV, flops_T, dense_T = [], {}, None, np.zeros(length), None
+    own, served, mixed_TV = [], {}, None
     served["experts"] = [
         [(int(e), float(w_TE[t, e])) for e in np.flatnonzero(w_TE[t])] for t in range(length)
     ]
@@ -59,10 +58,5 @@ def token_map(ensemble, config, ids, next_id=None):
         for row in rows_of(experiment.model, made, length)[0]:
             values_T = np.where(used_T, row.values_T, np.nan)
             own.append(Row(f"expert {j} {row.name}", row.quantity, values_T))
-        model = models.unrolled(experiment.model)
-        costs = token_costs.of_tokens(model, length, made.choices)
-        flops_T += np.where(used_T, costs.flops_T, 0.0)
-        dense_T = costs.dense_T if dense_T is None else dense_T
     entropy_T, loss_T = summary(jax.device_put(mixed_TV), ids, next_id)
-    against = "of the cost in one expert"
-    return TokenMap([*rows, *own], served, entropy_T, loss_T, flops_T, dense_T, against)
+    return TokenMap([*rows, *own], served, entropy_T, loss_T)

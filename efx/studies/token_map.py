@@ -2,14 +2,12 @@
 
     python -m efx.studies.token_map --workdir runs/mod --text 'def f(x):' --out map.html
 
-Of any run that decides something token by token: depth routing, experts, learned dropout, gates and
-composed experts, groups of latents; of a folder of cBTM, its ensemble. The page shows the text,
-coloured by what each token costs or by how uncertain the model is after it, and a grid of its
-tokens by the model's blocks: computed or skipped, share that masks keep, experts, gates, router
-scores, with a switch where there are several. Pointing at a token shows its path through the
-blocks. With --out map.png the same is a picture of one of these quantities, --quantity. The
-numbers, those of the causal decisions that evaluation and sampling take, go to a CSV file beside
-it, a line for each token.
+For runs with decisions per token: depth routing, experts, learned dropout, gates and composed
+experts; and for a cBTM ensemble. The page shows the text, coloured by the entropy or the loss of
+the next token, and a grid of its tokens by the model's blocks: computed or skipped, fraction kept by
+masks, experts, gates, router scores. Pointing at a token shows its path through the blocks. --out
+map.png writes a picture of one quantity, --quantity. The numbers, those of the causal decisions of
+evaluation and sampling, go to a CSV file beside it, a line for each token.
 """
 
 import csv
@@ -100,8 +98,6 @@ def write_csv(path, made, pieces):
     columns = {
         "entropy": made.entropy_T,
         "loss": made.loss_T,
-        "flops": made.flops_T,
-        "dense flops": made.dense_T,
         **{f"{row.name} {row.quantity}": row.values_T for row in made.rows},
     }
     with open(path, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
@@ -113,8 +109,7 @@ def write_csv(path, made, pieces):
 
 def describe(made):
     """Lines of text: what the rows are on average."""
-    share = made.flops_T.sum() / made.dense_T.sum()
-    yield f"  FLOPs: {share:.1%} {made.against}; entropy {made.entropy_T.mean():.3f} nats"
+    yield f"  entropy {made.entropy_T.mean():.3f} nats"
     for row in made.rows:
         kind = made.quantities[row.quantity].kind
         if kind == "class":
@@ -245,9 +240,6 @@ def sections(made, ids, pieces):
         "names": list(dict.fromkeys(row.name for row in made.rows)),
         "entropy": _plain(made.entropy_T),
         "loss": _plain(made.loss_T),
-        "flops": _plain(made.flops_T),
-        "share": _plain(made.flops_T / made.dense_T),
-        "against": made.against,
         "served": {
             name: [[[e, round(weight, 3)] for e, weight in of_token] for of_token in of_tokens]
             for name, of_tokens in made.served.items()

@@ -798,7 +798,9 @@ class EfxForCausalLM(PreTrainedModel, GenerationMixin):
             cache = None
         if position_ids is None and not kwargs.keys().isdisjoint(("cu_seq_lens_q", "seq_idx")):
             raise ValueError("packed documents need position_ids: pass them too")
-        positions_BT, document_BT = self.positions_of(input_ids, attention_mask, position_ids, cache)
+        positions_BT, document_BT = self.positions_of(
+            input_ids, attention_mask, position_ids, cache
+        )
         if document_BT is not None and (use_cache or cache is not None):
             raise ValueError(
                 "position_ids do not continue the rows, and a cache holds one document a row: pass "

@@ -113,7 +113,6 @@ efx.block("token_map.js", (element, data) => {
     for (let k = 0; k < piece.count; k++) pieceOf.push(i)
   })
   const scales = {
-    "FLOPs": ["share", percent, `FLOPs, ${data.against}`],
     "entropy": ["entropy", number, "entropy of the next token in nats"],
     "loss": ["loss", number, "loss of the next token in nats"],
   }
@@ -253,7 +252,6 @@ efx.block("token_map.js", (element, data) => {
     fact("token", `number ${token}${part}, id ${data.ids[token]}`)
     fact("entropy", `${number(data.entropy[token])} nats`)
     fact("loss", data.loss[token] === null ? "next token not known" : `${number(data.loss[token])} nats`)
-    fact("compute", `${percent(data.share[token])} ${data.against}: ${data.flops[token].toLocaleString("en")} FLOPs`)
     const blocks = new Map(data.names.map((name) => [name, []]))
     const servedBy = new Set(Object.keys(data.served))
     for (const of of data.quantities) {
@@ -310,7 +308,6 @@ efx.block("token_map.js", (element, data) => {
   const by = find(".by")
   by.append(...Object.keys(scales).map((name) => make("option", name)))
   by.addEventListener("change", colourText)
-  if (data.share.every((share) => share === data.share[0])) by.value = "entropy"
   const quantity = find(".quantity")
   quantity.append(...data.quantities.map((of) => make("option", of.title)))
   quantity.addEventListener("change", drawGrid)

@@ -14,7 +14,7 @@ from efx.errors import UsageError
 from efx.layers.report import CHOICES
 from efx.layers.stack import RecursionStep
 from efx.step import evaluation_keys
-from efx.studies import token_costs
+from efx.studies.token_choices import model_parts
 from efx.studies.router_probe import analysis
 from efx.studies.token_choices import row_name
 
@@ -81,14 +81,15 @@ def _provenance(workdir):
 def routed_blocks(model, length):
     """{path: (spec, the token of each place or -1 [S], path of the step that it follows or "")}"""
     model, routed = models.unrolled(model), {}
-    for prefix, part in token_costs.parts(model):
+    for prefix, part in model_parts(model):
         specs = part.blocks()
-        places = {stage.path: stage.tokens_S for stage in part.stages(length)}
         before = ""
         for path, spec in specs.items():
             if spec.routing is not None:
                 follows = before if isinstance(spec, RecursionStep) else ""
-                routed[prefix + path] = (spec, np.asarray(places[path]), follows)
+                positions_1S = np.arange(part.stack_places(length))[None]
+                time_S = part.token_of_place(path, positions_1S, length)[0]
+                routed[prefix + path] = (spec, time_S, follows)
                 before = prefix + path
     return routed
 
@@ -105,7 +106,7 @@ def _batches(built, wanted):
 
 
 def passes(model, variables, batches, selection, routed, seed):
-    """For each batch {"entropy", "loss": [B, T]; "routed", "wanted", "score", what the decision
+    """For each batch {"entropy", "loss": [B, T]; "routed", "selected", "score", what the decision
     compares with 0, and "router", its score itself: {path: [B, S]}}."""
     variables = models.unroll_variables(model, variables)
     model = models.unrolled(model).clone(selection=selection)
@@ -132,7 +133,7 @@ def passes(model, variables, batches, selection, routed, seed):
         )
         entropy_BT, loss_BT = jax.lax.map(prediction, (x_BTD, batch["targets"]))
         result = {"entropy": entropy_BT, "loss": loss_BT}
-        for name in ("routed", "wanted", "score"):
+        for name in ("routed", "selected", "score"):
             found = {path: _sown(sown[CHOICES], path, name) for path in routed}
             result[name] = {path: choice.value for path, choice in found.items() if choice}
         scores = {p: _sown(sown.get("intermediates", {}), p, "router_logits") for p in routed}
@@ -194,7 +195,7 @@ def assembled(batches, made, routed, selection, rarity_V):
             routed_N = np.where(at_tokens("routed", follows) > 0, routed_N, np.nan)
         wanted_N = threshold = None
         if selection == "causal":
-            wanted_N = at_tokens("wanted", path)
+            wanted_N = at_tokens("selected", path)
             if router_N is not None and spec.routing.causal != "predictor":
                 # What is compared with 0 is the score, less the threshold where there is one.
                 threshold = float(np.nanmean(router_N - at_tokens("score", path)))
