@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from efx import means, models, sharding
+from efx import means, sharding
 from efx.changes import Changes
 from efx.step import by_layer
 

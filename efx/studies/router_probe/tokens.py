@@ -14,9 +14,8 @@ from efx.errors import UsageError
 from efx.layers.report import CHOICES
 from efx.layers.stack import RecursionStep
 from efx.step import evaluation_keys
-from efx.studies.token_choices import model_parts
 from efx.studies.router_probe import analysis
-from efx.studies.token_choices import row_name
+from efx.studies.token_choices import model_parts, row_name
 
 COUNTED = 1 << 19  # tokens of the training text by which their frequencies are told
 
