@@ -4,6 +4,7 @@ A dense decoder becomes a model of an architecture that transformers has, any ot
 with modeling_efx.py, which computes it. The folder is there whole or not at all.
 """
 
+import itertools
 import json
 
 import jax
@@ -17,6 +18,7 @@ from efx.interop import hf, own_format
 from efx.interop.hf_config import ARCHITECTURES
 from efx.interop.weights import SHARD_BYTES, WRITTEN_DTYPES
 from efx.metrics import quantity
+from efx.routing.calibrate import calibrate
 
 # How the tokenizer of Qwen2 splits a text. transformers makes its own of the tokens of any folder
 # with this architecture, so that another tokenizer would give other ids there.
@@ -53,7 +55,12 @@ def export_run(config, workdir, folder, *, step=None, dtype=None, shard_bytes=SH
     checked = run_settings.check(config)
     own_format.check(checked.model, checked.adapter.kind)
     hf.check_new(storage.local_folder(folder, "--to"))
-    built, step, params, variables = build.finished(config, workdir, step)
+    calibration = checked.evaluate.calibrate
+    splits = ("train",) if calibration else ()
+    built, step, params, variables = build.finished(config, workdir, step, splits=splits)
+    if calibration:
+        batches = itertools.islice(built.data.train_iterator(), calibration)
+        variables = calibrate(built.model, params, variables, batches)
     files = tokenizer_files(built.tokenizer, built.model.context)
     contents = hf.save_hf(
         folder,

@@ -832,7 +832,7 @@ class EfxForCausalLM(PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=cache)
 
     def positions_of(self, input_ids, attention_mask, position_ids, cache):
-        """(position of each new token, -1 for padding; documents [B, T] of packed rows, or None)."""
+        """(position of each new token, -1 for padding; documents of packed rows, or None)."""
         length = input_ids.shape[1]
         if attention_mask is None:
             start_B1 = 0 if cache is None else cache.next_B1.to(input_ids.device)
