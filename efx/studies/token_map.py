@@ -6,8 +6,8 @@ For runs with decisions per token: depth routing, experts, learned dropout, gate
 experts; and for a cBTM ensemble. The page shows the text, coloured by the entropy or the loss of
 the next token, and a grid of its tokens by the model's blocks: computed or skipped, fraction kept
 by masks, experts, gates, router scores. Pointing at a token shows its path through the blocks.
---out map.png writes a picture of one quantity, --quantity. The numbers, those of the causal decisions of
-evaluation and sampling, go to a CSV file beside it, a line for each token.
+--out map.png writes a picture of one quantity, --quantity. The numbers, those of the causal
+decisions of evaluation and sampling, go to a CSV file beside it, a line for each token.
 """
 
 import csv
