@@ -9,7 +9,7 @@ import numpy as np
 from efx import losses, memory, sharding
 from efx.changes import Changes
 from efx.errors import UsageError, nearest
-from efx.layers.mask_dropout.reports import MASKS
+from efx.layers.learned_dropout import MASKS
 from efx.metrics import portion
 from efx.models.adapters.layers import ADAPTERS
 from efx.routing.calibrate import calibrate

@@ -13,7 +13,7 @@ from flax import linen as nn
 
 from efx import sharding
 from efx.layers import kernels
-from efx.layers.dropout import ProbsFn
+from efx.layers.dropout import ProbsDropout
 from efx.layers.linear import padding_of_rows
 
 MASKED = -1e30
@@ -114,7 +114,7 @@ def attend(
     segment_ids_BT=None,
     gaps=False,
     kernel="auto",
-    probs_fn: ProbsFn | None = None,
+    probs_fn: ProbsDropout | None = None,
 ):
     """Causal attention of T queries over the same T places of keys and values.
 
@@ -320,7 +320,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _attend_changed(static, q_BKGTH, k_BKSH, v_BKSH, first_BT, probs_fn):
-    """`_attend` with a `ProbsFn`, left to automatic differentiation, which computes each block
+    """`_attend` with a `ProbsDropout`, left to automatic differentiation, which computes each block
     again, so here too no T x T array outlives its block."""
 
     def block(q_BKGTH, k_BKSH, v_BKSH, q0, span):
@@ -350,7 +350,7 @@ def _attend_changed(static, q_BKGTH, k_BKSH, v_BKSH, first_BT, probs_fn):
             )
             out_BKGTH = _in_a_row(blocks)
         results.append(out_BKGTH)
-        probs_fn.seen.append(seen)
+        probs_fn.block_outputs.append(seen)
     return jnp.concatenate(results, axis=3)
 
 
@@ -440,7 +440,7 @@ def attend_cache(
     scale,
     window=0,
     softcap=0.0,
-    probs_fn: ProbsFn | None = None,
+    probs_fn: ProbsDropout | None = None,
     used=None,
     newest=None,
     rows_B=None,
@@ -589,7 +589,7 @@ def attend_pairs(q_BTNH, k_BSKH, v_BSKH, allowed_BTS, *, scale, softcap=0.0, pro
     k_BKSH, v_BKSH = (jnp.transpose(y, (0, 2, 1, 3)) for y in (k_BSKH, v_BSKH))
     out_BKGTH, seen = _softmax_values(q_BKGTH, k_BKSH, v_BKSH, allowed_BTS, softcap, probs_fn)
     if probs_fn is not None:
-        probs_fn.seen.append(jax.tree.map(lambda y: y[None], seen))
+        probs_fn.block_outputs.append(jax.tree.map(lambda y: y[None], seen))
     return _join_heads(out_BKGTH)
 
 

@@ -58,7 +58,7 @@ class Attention(nn.Module):
                 return None if out_BTNH is None else self._out(out_BTNH)
         probs_fn = None
         if dropout is not None:
-            probs_fn = dropout.probs_fn(call, key_call.positions_BT)
+            probs_fn = dropout.probs_dropout(call, key_call.positions_BT)
         options["probs_fn"] = probs_fn
         if not same_tokens:
             out_BTNH = attend_context(q_BTNH, k_BSKH, v_BSKH, call, key_call, **options)
@@ -75,7 +75,7 @@ class Attention(nn.Module):
                 **options,
             )
         if dropout is not None:
-            dropout.report(probs_fn)
+            dropout.sow_block_outputs(probs_fn, call)
         return self._out(out_BTNH)
 
     @property

@@ -10,8 +10,7 @@ from efx import means
 from efx.layers import norms
 from efx.layers.attention import Attention
 from efx.layers.config import BlockConfig
-from efx.layers.learned_dropout import make_dropout
-from efx.layers.mask_dropout import open_rows
+from efx.layers.learned_dropout import compute_kept_tokens, make_dropout
 from efx.layers.mlp import MLP
 from efx.layers.moe import ROUTER_STD, MoE
 from efx.layers.report import sow_choice
@@ -74,21 +73,21 @@ class Block(nn.Module):
         y_BTD = x_BTD if c.kind == "post_norm" else norm(x_BTD)
         if dropout is not None and c.dropout.skips and c.moe is None:
             if not (call.train or self.is_initializing()):
-                return self._mlp_of_open_tokens(y_BTD, call)
+                return self._mlp_of_kept_tokens(y_BTD, call)
         m_BTD = self.mlp(y_BTD, call)
         m_BTD = norm(m_BTD) if c.kind == "post_norm" else m_BTD
         return m_BTD if dropout is None else dropout(m_BTD, call)
 
-    def _mlp_of_open_tokens(self, y_BTD, call):
+    def _mlp_of_kept_tokens(self, y_BTD, call):
         """The MLP for tokens whose mask is not all 0, and the fraction of them in `stats`."""
         c, mask_BTD = self.config, self.dropout_mlp_output.mask(y_BTD, call)
         real_BT = call.real(len(y_BTD))
-        open_BT = jnp.any(mask_BTD > 0, axis=-1) & real_BT
+        kept_BT = jnp.any(mask_BTD > 0, axis=-1) & real_BT
         if not call.decode:
-            computed = means.over(open_BT.astype(jnp.float32), real_BT)
+            computed = means.over(kept_BT.astype(jnp.float32), real_BT)
             means.sow(self, "stats", "mlp/computed_fraction", computed)
-            sow_choice(self, "mlp_computed", open_BT, call)
-        m_BTD = open_rows.compute(self.mlp, y_BTD, open_BT, c.dropout.attention.skip_tile)
+            sow_choice(self, "mlp_computed", kept_BT, call)
+        m_BTD = compute_kept_tokens(self.mlp, y_BTD, kept_BT, c.dropout.attention.skip_tile)
         m_BTD = norm_output(c, self.norm_mlp, m_BTD)
         return (m_BTD.astype(jnp.float32) * mask_BTD).astype(m_BTD.dtype)
 
@@ -179,10 +178,10 @@ def masked_mlp(module, c, x_BTD, call):
         return apply_dropout(c, "mlp_output", after(mlp(y_BTD, call)), call)
     mask_BTD = make_dropout(c, "mlp_output", name="dropout_mlp_output").mask(y_BTD, call)
     valid_BT = call.real(x_BTD.shape[0])
-    open_BT = jnp.any(mask_BTD > 0, axis=-1) & valid_BT
+    kept_BT = jnp.any(mask_BTD > 0, axis=-1) & valid_BT
     if not call.decode:
-        computed = means.over(open_BT.astype(jnp.float32), valid_BT)
+        computed = means.over(kept_BT.astype(jnp.float32), valid_BT)
         means.sow(module, "stats", "mlp/computed_fraction", computed)
-        sow_choice(module, "mlp_computed", open_BT, call)
-    m_BTD = after(open_rows.compute(mlp, y_BTD, open_BT, c.dropout.attention.skip_tile))
+        sow_choice(module, "mlp_computed", kept_BT, call)
+    m_BTD = after(compute_kept_tokens(mlp, y_BTD, kept_BT, c.dropout.attention.skip_tile))
     return (m_BTD.astype(jnp.float32) * mask_BTD).astype(m_BTD.dtype)

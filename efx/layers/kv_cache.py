@@ -199,7 +199,7 @@ def attend_cached(module, q_BTNH, k_BTKH, v_BTKH, call, k_call, dropout, options
     Args:
       module: the linen module, in its compact method, whose variables the cache is.
       call: of the queries. k_call: of the keys and values, the same but inside of groups.
-      dropout: module for the probabilities (see `dropout.StandardDropout.probs_fn`), or None.
+      dropout: module for the probabilities (see `dropout.StandardDropout.probs_dropout`), or None.
       options: keywords of `attend_cache`.
     Returns: [B, T, N, H]; where a layer only writes, for which there need be no queries, None.
     """
@@ -236,7 +236,7 @@ def attend_cached(module, q_BTNH, k_BTKH, v_BTKH, call, k_call, dropout, options
     probs_fn = None
     if dropout is not None:
         seen_BS = position_BS if rows_B is None else position_BS.at[rows_B].get(mode="clip")
-        probs_fn = dropout.probs_fn(call, seen_BS)
+        probs_fn = dropout.probs_dropout(call, seen_BS)
     return attend_cache(
         q_BTNH,
         key,
@@ -375,7 +375,7 @@ def attend_group(
     allowed_BTS = own_BTS & (place_B1S >= 0) & (place_B1S <= place_BT1)
     if window:
         allowed_BTS = allowed_BTS & (place_BT1 - place_B1S < window)
-    probs_fn = None if dropout is None else dropout.probs_fn(call, place_BS)
+    probs_fn = None if dropout is None else dropout.probs_dropout(call, place_BS)
     out_BTNH = attend_pairs(
         q_BTNH, all_k, all_v, allowed_BTS, scale=scale, softcap=softcap, probs_fn=probs_fn
     )

@@ -1,239 +1,289 @@
-"""Learned dropout: a mask that the model computes from its input, on at inference too.
+"""Learned dropout: multiply x by a mask m in [0, 1] that the model computes, at inference too.
 
-A mask m in [0, 1] multiplies x where dropout stood. Two forms:
-    elementwise   m = 0.5 cos(a * sg(x) + b) + 0.5, with learned a and b for each feature
-    attention     m = 0.5 cos(u + b) + 0.5, u a causal self-attention of its own; m may be rounded
-The attention reads the activations that are masked, or E', made once from the model's input
-embedding for all masks (`MaskInput`). E' has a row for every token; a routed block's masks attend
-over the rows of the tokens that the block routes, as over the activations of these.
-No b need be kept inside [0, pi]: cos is even and periodic, so any b is one in there with u or -u,
-which the value matrix learns.
+    y = x * round(m)                                    see `round_mask`
+    elementwise   m = 0.5 cos(a * sg(x) + b) + 0.5      a, b [D] learned
+    attention     m = 0.5 cos(u + b) + 0.5              b [D] learned, u by the input:
+        hidden              u = Attn(x)
+        embedding           u = Attn(E'),  E' = Linear(Attn(emb))
+        embedding_linear    u = Linear(E'),  E' = Attn(emb)
 
-Every mask sows means over its elements, of the mask before rounding and of valid tokens only:
-losses `dropout_entropy`, `dropout_alternate_entropy`, `dropout_l1`, `dropout_squared_l1`, and the
-stats `dropout/near_one`, `dropout/near_zero`, `dropout/kept`, `dropout/entropy`. Where the
-collection `masks` is asked for, it also sows the rounded mask itself (see efx/changes.py).
+Attn is causal multi-head self-attention without output projection, emb is the model's input
+embedding, and E' is computed once for all masks (`MaskInput`). The masks of a routed block attend
+to the tokens that the block computes, or to their rows of E'. b is not clipped to [0, pi]: cos is
+even and periodic, so every b is equivalent to one in that interval.
 
-All parameters are leaves called `mask_...`: the pattern ".*/mask_[a-z]+" is all of them, and weight
-decay, by its default pattern, none. All arithmetic of masks is float32.
+Each mask sows means over the elements of its valid tokens: `penalties` into `losses`, `statistics`
+into `stats`. Mask arithmetic is float32. Every parameter is a leaf `mask_...`, so the pattern
+".*/mask_[a-z]+" matches all of them.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import means
+from efx.layers import costs
 from efx.layers.attend import attend
-from efx.layers.config import ElementwiseConfig, MaskAttentionConfig
-from efx.layers.dropout import ProbsFn, StandardDropout
+from efx.layers.config import BlockConfig, ElementwiseConfig
+from efx.layers.dropout import ProbsDropout, StandardDropout
 from efx.layers.kv_cache import attend_cached
-from efx.layers.mask_dropout.functions import (
-    cosine_mask,
-    penalties,
-    rounded,
-    sharpened,
-    statistics,
-)
-from efx.layers.report import choices_requested, sow_choice
+from efx.layers.report import Report, choices_requested, sow_choice
 from efx.parameter import parameter
+from efx.routing.selection import add, in_rounds, take
 from efx.sharding import constrain
 
-# ---- what is reported of a mask ------------------------------------------------------------------
+# ---- functions of a mask -------------------------------------------------------------------------
+
+# Taylor series of cos(sqrt(h)), highest power first: exact in float32 up to h = (pi / 2)^2.
+_COSINE = [(-1) ** n / math.factorial(2 * n) for n in range(6, -1, -1)]
+_TWO_PI_HIGH = 6.28125  # 2 pi in eight bits: its products with small integers are exact
 
 
-def _sums(m, applied, weight):
-    """(sums of penalties, sums of statistics, number of elements); `weight` broadcasts to m."""
-    weight = jnp.broadcast_to(weight.astype(jnp.float32), m.shape)
+def cosine_mask(angle):
+    """0.5 cos(angle) + 0.5 in float32, as cos(angle / 2)^2, which stays inside [0, 1].
 
-    def total(values):
-        return {name: jnp.sum(value * weight) for name, value in values.items()}
-
-    return total(penalties(m)), total(statistics(m, applied)), jnp.sum(weight)
-
-
-def _sow(module, sums):
-    """Means of `_sums` into the collections `losses` and `stats`."""
-    losses, stats, count = sums
-    for collection, values in (("losses", losses), ("stats", stats)):
-        for name, value in values.items():
-            means.sow(module, collection, name, means.Mean(value, count))
+    A polynomial: XLA's cosine on CPUs is scalar code and is repeated in every reduction that the
+    mask is fused into. A mask with its penalties and statistics takes a sixth of the time.
+    """
+    u = angle.astype(jnp.float32)
+    turns = jnp.round(u / (2 * math.pi))
+    u = (u - turns * _TWO_PI_HIGH) - turns * (2 * math.pi - _TWO_PI_HIGH)
+    return jnp.square(jnp.polyval(jnp.array(_COSINE, jnp.float32), 0.25 * jnp.square(u), unroll=16))
 
 
-def _report(module, m_BTD, applied_BTD, call):
-    if not call.decode:
-        valid_BT1 = call.real(m_BTD.shape[0])[..., None]
-        if means.wanted(module):
-            _sow(module, _sums(m_BTD, applied_BTD, valid_BT1))
-        _sow_mask(module, [(applied_BTD, valid_BT1)])
-        if choices_requested(module):
-            kept_BTD = (applied_BTD >= 0.5).astype(jnp.float32)
-            sow_choice(module, "kept", jnp.mean(kept_BTD, axis=-1), call)
-            sow_choice(module, "mask", jnp.mean(applied_BTD, axis=-1), call)
+def sharpen(m, scale):
+    """sigmoid(scale (m - 1/2))."""
+    return jax.nn.sigmoid(scale * m - scale / 2)
 
 
-def _masks_wanted(module):
-    return module.is_mutable_collection("masks") and not module.is_initializing()
-
-
-def _sow_mask(module, parts):
-    """The rounded mask into the collection `masks`: int8 0 or 1, -1 for what does not count.
+def round_mask(m, rounding, uniform=None, scale=None):
+    """The mask to multiply by, in float32.
 
     Args:
-      parts: [(the applied mask, which of it counts)] of the arrays that the mask comes in, which
-        are sown as one value: however a kernel cuts its rows, it is one mask.
+      rounding: "none"; "stochastic": 1 with probability m, else 0; "sigmoid": `sharpen`;
+        "sigmoid_straight_through". "stochastic" and "sigmoid_straight_through" pass the gradient
+        to m unchanged (Bengio et al. 2013, arXiv 1308.3432, section 4).
+      uniform: random numbers in [0, 1) of m's shape for "stochastic"; None: 1 where m >= 0.5.
+      scale: of the sigmoids.
     """
-    if _masks_wanted(module):
-        rounded = [jnp.where(counted, applied >= 0.5, -1) for applied, counted in parts]
-        module.sow("masks", "dropout/changed", tuple(part.astype(jnp.int8) for part in rounded))
+    if rounding == "none":
+        return m
+    if rounding == "sigmoid":
+        return sharpen(m, scale)
+    if rounding == "sigmoid_straight_through":
+        hard = sharpen(m, scale)
+    else:
+        hard = (m >= 0.5 if uniform is None else uniform < m).astype(m.dtype)
+    return jax.lax.stop_gradient(hard) + (m - jax.lax.stop_gradient(m))
 
 
-def _param(module, name, init, axes, *shape):
-    return parameter(module, name, init, shape, axes)
+def entropy(m):
+    """-m log2 m elementwise; 0 with gradient 0 at m = 0."""
+    positive = m >= jnp.finfo(jnp.float32).tiny
+    safe = jnp.where(positive, m, 1.0)
+    return jnp.where(positive, -safe * jnp.log2(safe), 0.0)
 
 
-# ---- elementwise -------------------------------------------------------------------------------
+def penalties(m):
+    """{loss: value of each element} of the mask before rounding."""
+    return {
+        "dropout_entropy": entropy(m),
+        "dropout_alternate_entropy": entropy(1.0 - m),
+        "dropout_l1": m,
+        "dropout_squared_l1": 0.5 * jnp.square(m),
+    }
 
 
-def _frequency_and_phase(module, c, axes, size):
-    """a and b, each [size]."""
+def statistics(m, rounded):
+    """{statistic: value of each element} of a mask before and after rounding."""
+    m, rounded = jax.lax.stop_gradient((m, rounded))
+    values = {
+        "dropout/near_one": m > 0.9,
+        "dropout/near_zero": m < 0.1,
+        "dropout/kept": rounded >= 0.5,
+        "dropout/entropy": entropy(m),
+    }
+    return {name: value.astype(jnp.float32) for name, value in values.items()}
+
+
+# ---- sowing --------------------------------------------------------------------------------------
+
+
+def _arrays_to_sow(module, m, rounded, counted):
+    """({collection: {name: `Mean`}}, [(rounded, counted)]), each empty if it is not requested.
+
+    Args:
+      m, rounded: the mask before and after rounding, [B, T, D], or [B, K, G, T, S] of attention.
+      counted: bool, the elements to average over; broadcasts to m.
+    """
+    element_means, masks = {}, []
+    if means.wanted(module):
+        weight = jnp.broadcast_to(counted.astype(jnp.float32), m.shape)
+        count = jnp.sum(weight)
+        values = {"losses": penalties(m), "stats": statistics(m, rounded)}
+        element_means = jax.tree.map(lambda y: means.Mean(jnp.sum(y * weight), count), values)
+    masks_requested = module.is_mutable_collection("masks") and not module.is_initializing()
+    if masks_requested or choices_requested(module):
+        masks = [(rounded, counted)]
+    return element_means, masks
+
+
+def _sow(module, element_means, masks, call):
+    """Sow the results of `_arrays_to_sow`. Several masks are blocks of queries of one mask."""
+    for collection, named in element_means.items():
+        for name, mean in named.items():
+            means.sow(module, collection, name, mean)
+    if masks and module.is_mutable_collection("masks"):
+        # int8: 1 kept, 0 dropped, -1 not counted. `efx/changes.py` compares successive evaluations.
+        kept = (jnp.where(counted, rounded >= 0.5, -1) for rounded, counted in masks)
+        module.sow("masks", "dropout/changed", tuple(part.astype(jnp.int8) for part in kept))
+    if masks and choices_requested(module):
+        kept = [_mean_of_tokens(rounded >= 0.5, counted) for rounded, counted in masks]
+        mean = [_mean_of_tokens(rounded, counted) for rounded, counted in masks]
+        sow_choice(module, "kept", jnp.concatenate(kept, axis=1), call)
+        sow_choice(module, "mask", jnp.concatenate(mean, axis=1), call)
+
+
+def _mean_of_tokens(values, counted):
+    """[B, T]: the mean over the counted elements of each token."""
+    axes = (*range(1, values.ndim - 2), -1)  # T is the last axis but one
+    counted = jnp.broadcast_to(counted, values.shape)
+    total_BT = jnp.sum(jnp.where(counted, values, 0), axes, jnp.float32)
+    return total_BT / jnp.maximum(jnp.sum(counted, axes), 1)
+
+
+def _sow_mask(module, m_BTD, rounded_BTD, call):
+    if not call.decode:
+        valid_BT1 = call.real(m_BTD.shape[0])[..., None]
+        _sow(module, *_arrays_to_sow(module, m_BTD, rounded_BTD, valid_BT1), call)
+
+
+def apply_mask(x_BTD, rounded_BTD):
+    """x * mask in float32, in the dtype of x."""
+    return (x_BTD.astype(jnp.float32) * rounded_BTD).astype(x_BTD.dtype)
+
+
+# ---- elementwise ---------------------------------------------------------------------------------
+
+
+def _frequency_and_phase(module, config, axis, size):
+    """The parameters a and b, each [size]."""
 
     def normal(mean, std):
         return lambda key, shape, dtype: mean + std * jax.random.normal(key, shape, dtype)
 
-    return (
-        _param(module, "mask_frequency", normal(c.a_mean, c.a_std), axes, size),
-        _param(module, "mask_phase", normal(c.b_mean, c.b_std), axes, size),
-    )
+    a_init, b_init = normal(config.a_mean, config.a_std), normal(config.b_mean, config.b_std)
+    a = parameter(module, "mask_frequency", a_init, (size,), (axis,))
+    return a, parameter(module, "mask_phase", b_init, (size,), (axis,))
 
 
-def _elementwise(c, x, a, b):
-    """(m, the mask that is applied) for x, a and b that broadcast."""
+def _elementwise_mask(config, x, a, b):
+    """(m, rounded) of x; a and b broadcast to it."""
     x = x.astype(jnp.float32)
-    m = cosine_mask(a * (jax.lax.stop_gradient(x) if c.detach else x) + b)
-    return m, sharpened(m, c.sharpen_scale) if c.sharpen else m
+    m = cosine_mask(a * (jax.lax.stop_gradient(x) if config.detach else x) + b)
+    return m, sharpen(m, config.sharpen_scale) if config.sharpen else m
 
 
 class ElementwiseMask(nn.Module):
-    """x [B, T, D] -> x * m, m = 0.5 cos(a * sg(x) + b) + 0.5 with a, b [D]."""
+    """x [B, T, D] -> x * m, m = 0.5 cos(a * sg(x) + b) + 0.5, sharpened if so configured."""
 
     config: ElementwiseConfig
 
     @nn.compact
     def __call__(self, x_BTD, call):
-        width = x_BTD.shape[-1]
-        a_D, b_D = _frequency_and_phase(self, self.config, ("norm",), width)
-        m_BTD, applied_BTD = _elementwise(self.config, x_BTD, a_D[None, None], b_D[None, None])
-        _report(self, m_BTD, applied_BTD, call)
-        return (x_BTD.astype(jnp.float32) * applied_BTD).astype(x_BTD.dtype)
+        a_D, b_D = _frequency_and_phase(self, self.config, "norm", x_BTD.shape[-1])
+        m_BTD, rounded_BTD = _elementwise_mask(self.config, x_BTD, a_D[None, None], b_D[None, None])
+        _sow_mask(self, m_BTD, rounded_BTD, call)
+        return apply_mask(x_BTD, rounded_BTD)
 
 
 class ElementwiseProbsMask(nn.Module):
-    """The same for attention probabilities, with a and b for each position of a key: [context].
+    """The elementwise mask of attention probabilities, with a and b [context] by key position.
 
-    By position, not by place, so that a routed or packed subsequence and a cache, whose slots lie
-    in order of arrival, meet the same a and b. Probabilities are not normalised again. Pairs that
-    attention does not allow count in no penalty and no statistic.
+    Routed tokens and cache entries keep their positions, hence their a and b. The masked
+    probabilities are not renormalised. Means count only pairs that attention allows.
     """
 
     config: ElementwiseConfig
     context: int
 
     @nn.compact
-    def probs_fn(self, call, k_positions_BS):
-        a_S, b_S = _frequency_and_phase(self, self.config, ("position",), self.context)
-        wanted, masks = means.wanted(self), choices_requested(self) or _masks_wanted(self)
-        return _ProbsFn(self.config, a_S, b_S, call, k_positions_BS, wanted, masks)
+    def probs_dropout(self, call, key_positions_BS):
+        """Return the `ProbsDropout` for one call of attention."""
+        a_S, b_S = _frequency_and_phase(self, self.config, "position", self.context)
+        position_BS = jnp.clip(key_positions_BS, 0, self.context - 1)
+        a_BS, b_BS = a_S[position_BS], b_S[position_BS]
+
+        def multiply(probs_BKGTS, q_start, k_start, allowed_BTS):
+            batch, *_, queries, keys = probs_BKGTS.shape
+            a, b = (
+                jax.lax.dynamic_slice_in_dim(y_BS, k_start, keys, axis=1)[:, None, None, None]
+                for y_BS in (a_BS, b_BS)
+            )
+            m_BKGTS, rounded_BKGTS = _elementwise_mask(self.config, probs_BKGTS, a, b)
+            valid_BT = call.real(batch)
+            valid_BT = jax.lax.dynamic_slice_in_dim(valid_BT, q_start, queries, axis=1)
+            counted = (allowed_BTS & valid_BT[..., None])[:, None, None]
+            arrays = _arrays_to_sow(self, m_BKGTS, rounded_BKGTS, counted)
+            return probs_BKGTS * rounded_BKGTS, arrays
+
+        return ProbsDropout(multiply)
 
     @nn.nowrap
-    def report(self, probs_fn):
-        sums = [sums for sums, _ in probs_fn.seen if sums]
-        if sums:
-            sums = [jax.tree.map(lambda y: jnp.sum(y, axis=0), some) for some in sums]
-            _sow(self, jax.tree.map(lambda *parts: sum(parts), *sums))
-        masks = [
-            jax.tree.map(lambda y, i=i: y[i], some)
-            for _, some in probs_fn.seen
-            if some
-            for i in range(len(some[0]))
-        ]
-        if masks:
-            _sow_mask(self, masks)
-        if choices_requested(self) and masks:
-            for name, of in (("kept", lambda applied: applied >= 0.5), ("mask", lambda m: m)):
-                shares = [_share(of(applied), counted) for applied, counted in masks]
-                sow_choice(self, name, jnp.concatenate(shares, axis=1), probs_fn.call)
+    def sow_block_outputs(self, probs_dropout, call):
+        """Sow the `block_outputs` after attention."""
+        sums, masks = [], []
+        for block_means, stacked_masks in probs_dropout.block_outputs:
+            sums.append(jax.tree.map(lambda y: jnp.sum(y, axis=0), block_means))
+            for rounded, counted in stacked_masks:
+                masks += zip(rounded, counted, strict=True)
+        _sow(self, jax.tree.map(lambda *y: sum(y), *sums), masks, call)
 
 
-def _share(values_BKGTS, counted_BKGTS):
-    """[B, T]: the mean over the keys and heads of each query that count."""
-    counted_BKGTS = jnp.broadcast_to(counted_BKGTS, values_BKGTS.shape)
-    total_BT = jnp.sum(jnp.where(counted_BKGTS, values_BKGTS, 0), (1, 2, 4), jnp.float32)
-    return total_BT / jnp.maximum(jnp.sum(counted_BKGTS, (1, 2, 4)), 1)
+# ---- attention -----------------------------------------------------------------------------------
 
 
-class _ProbsFn(ProbsFn):
-    """Masks probabilities. What it returns beside them is a pair: the sums of what is to be
-    reported, if `wanted`, and the masks themselves with what counts of them, if `masks`."""
-
-    def __init__(self, config, a_S, b_S, call, k_positions_BS, wanted, masks):
-        super().__init__()
-        place_BS = jnp.clip(k_positions_BS, 0, a_S.shape[0] - 1)
-        self.a_BS, self.b_BS, self.config, self.call = a_S[place_BS], b_S[place_BS], config, call
-        self.wanted, self.masks = wanted and not call.decode, masks and not call.decode
-
-    def __call__(self, probs_BKGTS, q_start, k_start, allowed_BTS):
-        batch, *_, queries, keys = probs_BKGTS.shape
-        a, b = (
-            jax.lax.dynamic_slice_in_dim(y_BS, k_start, keys, axis=1)[:, None, None, None]
-            for y_BS in (self.a_BS, self.b_BS)
-        )
-        m_BKGTS, applied_BKGTS = _elementwise(self.config, probs_BKGTS, a, b)
-        sums = masks = ()
-        if self.wanted or self.masks:
-            valid_BT = self.call.real(batch)
-            valid_BT = jax.lax.dynamic_slice_in_dim(valid_BT, q_start, queries, axis=1)
-            counted_BKGTS = (allowed_BTS & valid_BT[..., None])[:, None, None]
-            if self.wanted:
-                sums = _sums(m_BKGTS, applied_BKGTS, counted_BKGTS)
-            if self.masks:
-                masks = (applied_BKGTS, counted_BKGTS)
-        return probs_BKGTS * applied_BKGTS, (sums, masks)
-
-
-# ---- attention ---------------------------------------------------------------------------------
+def _linear(module, name, x_BTD, features, axes, block):
+    """x W [B, T, features] in the model's dtype."""
+    width = x_BTD.shape[-1]
+    init = nn.initializers.normal(block.std)
+    kernel = parameter(module, name, init, (width, features), axes)
+    y = jnp.dot(x_BTD.astype(block.dtype).reshape(-1, width), kernel.astype(block.dtype))
+    return y.reshape(*x_BTD.shape[:-1], features)
 
 
 class MaskAttention(nn.Module):
-    """u [B, T, D]: causal multi-head self-attention without output projection, uncapped, without
-    rotary positions; it sees as far back as the model's own attention."""
+    """x [B, T, D] -> u [B, T, D]: causal multi-head self-attention without output projection.
 
-    num_heads: int
-    mup: bool
-    window: int
-    chunk: int
-    kernel: str
-    std: float
-    dtype: jnp.dtype
+    It has no rotary positions and no softcap, and the window of the block's own attention.
+    """
+
+    block: BlockConfig
+
+    @property
+    def dtype(self):  # `attend_cached` reads it
+        return self.block.dtype
 
     @nn.compact
     def __call__(self, x_BTD, call):
+        c, num_heads = self.block.attention, self.block.dropout.attention.num_heads
         batch, length, width = x_BTD.shape
-        head_dim = width // self.num_heads
-        x_ND = x_BTD.astype(self.dtype).reshape(batch * length, width)
+        head_dim = width // num_heads
 
-        def heads(name):
-            init = nn.initializers.normal(self.std)
-            kernel = _param(self, f"mask_{name}", init, ("embed", "heads"), width, width)
-            y_BTNH = jnp.dot(x_ND, kernel.astype(self.dtype)).reshape(
-                batch, length, self.num_heads, head_dim
-            )
+        def project(name):
+            y_BTD = _linear(self, name, x_BTD, width, ("embed", "heads"), self.block)
+            y_BTNH = y_BTD.reshape(batch, length, num_heads, head_dim)
             return constrain(y_BTNH, "batch", "length", "act_heads", None)
 
-        q_BTNH, k_BTNH, v_BTNH = heads("query"), heads("key"), heads("value")
-        options = dict(scale=1.0 / head_dim if self.mup else head_dim**-0.5, window=self.window)
+        q_BTNH, k_BTNH, v_BTNH = (project(f"mask_{name}") for name in ("query", "key", "value"))
+        options = dict(
+            scale=1.0 / head_dim if c.scale == "mup" else head_dim**-0.5, window=c.window
+        )
         if call.decode:
-            # "read" is said to a block whose keys all tokens have written; these masks see only
-            # the tokens that are routed, and write theirs here.
+            # A block with `kv_for_skipped` only reads here: it has cached the keys of all tokens.
+            # Its masks attend over the computed tokens, so they write those now.
             call = call.with_cache(access="both", kv_size=0)
             u_BTNH = attend_cached(self, q_BTNH, k_BTNH, v_BTNH, call, call, None, options)
         else:
@@ -241,124 +291,144 @@ class MaskAttention(nn.Module):
                 q_BTNH,
                 k_BTNH,
                 v_BTNH,
-                chunk=self.chunk,
+                chunk=c.chunk,
                 positions_BT=call.positions_BT,
                 segment_ids_BT=call.segment_ids_BT,
                 gaps=call.has_gaps,
-                kernel=self.kernel,
+                kernel=c.kernel,
                 **options,
             )
         return u_BTNH.reshape(batch, length, width)
 
 
-def _mask_linear(module, x_BTD, features, attention):
-    """x W [B, T, features], started and computed as the matrices of this `MaskAttention` are."""
-    width, dtype = x_BTD.shape[-1], attention.dtype
-    axes = ("heads", "embed" if features == width else None)
-    init = nn.initializers.normal(attention.std)
-    kernel = _param(module, "mask_linear", init, axes, width, features)
-    x_ND = x_BTD.astype(dtype).reshape(-1, width)
-    return jnp.dot(x_ND, kernel.astype(dtype)).reshape(*x_BTD.shape[:-1], features)
-
-
 class MaskInput(nn.Module):
-    """What all masks of a model read, made of its input embedding: E' = Linear(Attn(emb)), or
-    Attn(emb) with input "embedding_linear". [B, T, D] -> [B, T, D].
+    """emb [B, T, D] -> E' [B, T, D]; with `detach` without a gradient to emb."""
 
-    Detached is the embedding, not E': this module learns by the masks alone.
-    """
-
-    config: MaskAttentionConfig
-    attention: MaskAttention
+    block: BlockConfig
 
     @nn.compact
     def __call__(self, embedded_BTD, call):
-        if self.config.detach:
+        c = self.block.dropout.attention
+        if c.detach:
             embedded_BTD = jax.lax.stop_gradient(embedded_BTD)
-        x_BTD = self.attention(embedded_BTD, call)
-        if self.config.input == "embedding":
-            x_BTD = _mask_linear(self, x_BTD, x_BTD.shape[-1], self.attention)
+        x_BTD = MaskAttention(self.block, name="attention")(embedded_BTD, call)
+        if c.input == "embedding":
+            axes, width = ("heads", "embed"), x_BTD.shape[-1]
+            x_BTD = _linear(self, "mask_linear", x_BTD, width, axes, self.block)
         return constrain(x_BTD, "batch", "length", "act_embed")
 
 
 class AttentionMask(nn.Module):
-    """x [B, T, D] -> x * m, m = 0.5 cos(u + b) + 0.5 rounded as configured, b [D].
+    """x [B, T, D] -> x * round(m), m = 0.5 cos(u + b) + 0.5, b [D].
 
-    u is `attention` of x or, with input "embedding", of E' (`call.mask_input_BTD`); with
-    "embedding_linear" a linear layer of the latter. With granularity "token" a linear layer makes
-    one u of every token, and there is one b.
-
-    Attributes:
-      attention: a `MaskAttention` not yet bound to a scope.
+    With granularity "token" a linear layer maps u to [B, T, 1], and b is [1].
     """
 
-    config: MaskAttentionConfig
-    attention: MaskAttention
+    block: BlockConfig
 
     def __call__(self, x_BTD, call):
-        applied_BTD = self.mask(x_BTD, call)
-        return (x_BTD.astype(jnp.float32) * applied_BTD).astype(x_BTD.dtype)
+        return apply_mask(x_BTD, self.mask(x_BTD, call))
 
     @nn.compact
     def mask(self, x_BTD, call):
-        """What multiplies x: float32 [B, T, D] or [B, T, 1]. With an input of the embedding it does
-        not depend on x."""
-        c = self.config
+        """The rounded mask, float32 [B, T, D or 1]. It depends on x only with input "hidden"."""
+        c = self.block.dropout.attention
         u_BTD = self.angle(x_BTD, call)
-        out = u_BTD.shape[-1]
-        shift = nn.initializers.constant(c.shift_init)
-        b_D = _param(self, "mask_shift", shift, ("norm",), out)
+        b_init, features = nn.initializers.constant(c.shift_init), u_BTD.shape[-1]
+        b_D = parameter(self, "mask_shift", b_init, (features,), ("norm",))
         m_BTD = cosine_mask(u_BTD.astype(jnp.float32) + b_D[None, None])
         uniform = None
         if c.rounding == "stochastic" and call.train:
             uniform = jax.random.uniform(self.make_rng("dropout"), m_BTD.shape, jnp.float32)
-        applied_BTD = rounded(m_BTD, c.rounding, uniform, c.sigmoid_scale)
-        _report(self, m_BTD, applied_BTD, call)
-        return applied_BTD
+        rounded_BTD = round_mask(m_BTD, c.rounding, uniform, c.sigmoid_scale)
+        _sow_mask(self, m_BTD, rounded_BTD, call)
+        return rounded_BTD
 
     def angle(self, x_BTD, call):
-        """u: float32 or the model's type, [B, T, D] or [B, T, 1]."""
-        c = self.config
+        """The angle u [B, T, D or 1]."""
+        c = self.block.dropout.attention
         if c.input == "hidden":
-            u_BTD = self.attention(jax.lax.stop_gradient(x_BTD) if c.detach else x_BTD, call)
-        elif c.input == "embedding":
-            u_BTD = self.attention(call.mask_input_BTD, call)
+            u_BTD = jax.lax.stop_gradient(x_BTD) if c.detach else x_BTD
         else:
             u_BTD = call.mask_input_BTD
+        if c.input != "embedding_linear":
+            u_BTD = MaskAttention(self.block, name="attention")(u_BTD, call)
         features = 1 if c.granularity == "token" else x_BTD.shape[-1]
         if c.input == "embedding_linear" or features == 1:
-            u_BTD = _mask_linear(self, u_BTD, features, self.attention)
+            axes = ("heads", "embed" if features > 1 else None)
+            u_BTD = _linear(self, "mask_linear", u_BTD, features, axes, self.block)
         return u_BTD
 
 
-# ---- from the config ---------------------------------------------------------------------------
+# ---- skipping ------------------------------------------------------------------------------------
 
 
-def _mask_attention(b):
-    """The attention of one mask of a block `b` (`BlockConfig`), not yet bound."""
-    heads = b.dropout.attention.num_heads
-    a = b.attention
-    return MaskAttention(
-        heads, a.scale == "mup", a.window, a.chunk, a.kernel, b.std, b.dtype, parent=None
-    )
+def compute_kept_tokens(module, x_BTD, kept_BT, tile):
+    """module(x) [B, T, D] for kept tokens, 0 for the others. For inference: it has no reverse mode.
+
+    Args:
+      module: computes each token by itself, [B, T, D] -> [B, T, D].
+      tile: number of tokens in a round; there are ceil(kept / tile) rounds.
+    """
+    x_1ND, kept_1N = x_BTD.reshape(1, -1, x_BTD.shape[-1]), kept_BT.reshape(1, -1)
+
+    def compute_round(module, index_1C, y_1ND):
+        return add(y_1ND, index_1C, module(take(x_1ND, index_1C)))
+
+    tile, zeros_1ND = min(tile, kept_BT.size), jnp.zeros_like(x_1ND)
+    return in_rounds(module, kept_1N, tile, zeros_1ND, compute_round).reshape(x_BTD.shape)
 
 
-def make_mask_input(b, name=None):
-    """What makes `Tokens.mask_input_BTD` for blocks like `b`, or None."""
-    if not b.dropout.shared:
-        return None
-    return MaskInput(b.dropout.attention, _mask_attention(b), name=name)
+# ---- from the config -----------------------------------------------------------------------------
 
 
-def make_dropout(b, site, name=None):
-    """The module at `site` of a model whose blocks are like `b`, or None where there is none."""
-    c = b.dropout
+def make_dropout(block, site, name=None):
+    """Make the dropout module of a site of `dropout.sites`, or return None if it has none."""
+    c = block.dropout
     if not c.active(site):
         return None
     if c.kind == "standard":
         return StandardDropout(c.rate, name=name)
     if c.kind == "attention":
-        return AttentionMask(c.attention, _mask_attention(b), name=name)
+        return AttentionMask(block, name=name)
     if site == "attention_probs":
-        return ElementwiseProbsMask(c.elementwise, b.context, name=name)
+        return ElementwiseProbsMask(c.elementwise, block.context, name=name)
     return ElementwiseMask(c.elementwise, name=name)
+
+
+def make_mask_input(block, name=None):
+    """Make the module that computes `Call.mask_input_BTD`, or return None if no mask reads it."""
+    return MaskInput(block, name=name) if block.dropout.shared else None
+
+
+# ---- evaluation ----------------------------------------------------------------------------------
+
+COMPUTED = "mlp/computed_fraction"  # sown by blocks whose MLP skips dropped tokens
+
+
+def _flops_row(model, length, passes):
+    """FLOPs per token of a model whose MLPs compute kept tokens only.
+
+    No row unless all blocks compute all tokens, as with depth routing or in latents: the ledger
+    then has other MLP FLOPs than all blocks at `length` tokens.
+    """
+    computed = passes.means["causal"].get(COMPUTED)
+    if computed is None:
+        return {}
+    specs, nominal = model.blocks().values(), model.ledger(length).nominal
+    mlps = [(b, costs.mlp_flops(b, length)["mlp"]) for spec in specs for b in spec.blocks]
+    if any(spec.routing for spec in specs) or nominal["mlp"] != sum(flops for _, flops in mlps):
+        return {}
+    skipping = sum(flops for b, flops in mlps if b.moe is None and b.soft is None)
+    return {"eval/flops_per_token": (sum(nominal.values()) - (1.0 - computed) * skipping) / length}
+
+
+MASKS = Report(
+    words={
+        "dropout/kept": "; masks keep {:.1%}",
+        COMPUTED: "; MLPs computed for {:.1%} of the tokens",
+    },
+    statistics=("dropout/", COMPUTED),
+    rows=_flops_row,
+    compared=lambda model: "masks" if model.config.dropout.learned else "",
+)

@@ -15,7 +15,7 @@ from efx.layers import attend, kv_cache
 from efx.layers.attention import Attention
 from efx.layers.call import CacheView, Call
 from efx.layers.config import AttentionConfig, RopeScalingConfig
-from efx.layers.dropout import ProbsFn, StandardDropout
+from efx.layers.dropout import ProbsDropout, StandardDropout
 from efx.layers.linear import Embedding
 from efx.layers.positions import rope
 
@@ -144,7 +144,7 @@ def test_visible_keys_are_an_interval(seed, window, packed, routed):
     """From the first visible key to the query, in packed rows and routed subsequences."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 9, 4) if packed else [20]
-    segments = np.concatenate([np.for_rows(n, i + 1) for i, n in enumerate(lengths)])
+    segments = np.concatenate([np.full(n, i + 1) for i, n in enumerate(lengths)])
     positions = np.concatenate([np.arange(n) for n in lengths])
     padding = 36 - sum(lengths) if packed else 0  # few lengths in all, to be compiled once
     segments = np.append(segments, np.zeros(padding, int))
@@ -201,14 +201,14 @@ def test_chosen_chunks_skip_most_masked_pairs_in_little_memory():
 # ---- changed probabilities ---------------------------------------------------------------------
 
 
-class Factors(ProbsFn):
+class Factors(ProbsDropout):
     """Multiplies each probability by a number of its own, and returns what it was given."""
 
     def __init__(self, factor_BNTS):
-        super().__init__()
+        super().__init__(self.multiply)
         self.factor_BNTS = factor_BNTS
 
-    def __call__(self, probs_BKGTS, q_start, k_start, allowed_BTS):
+    def multiply(self, probs_BKGTS, q_start, k_start, allowed_BTS):
         queries, keys = probs_BKGTS.shape[3:]
         starts, sizes = (0, 0, q_start, k_start), (B, N, queries, keys)
         part = jax.lax.dynamic_slice(jnp.asarray(self.factor_BNTS), starts, sizes)
@@ -235,7 +235,7 @@ def test_probabilities_can_be_changed_in_every_block(length, chunk, window):
         probs_fn = Factors(factor)
         options = dict(scale=0.4, chunk=chunk, window=window, probs_fn=probs_fn)
         out = attend.attend(q, k, v, positions_BT=jnp.arange(length)[None], **options)
-        return out, probs_fn.seen
+        return out, probs_fn.block_outputs
 
     def plain(q, k, v, factor):
         return full(q, k, v, visible(length, window), 0.4, factor_BNTS=factor), None
@@ -316,7 +316,7 @@ def test_every_block_of_queries_drops_by_itself():
     @families.jit
     def dropped(key, q_start):
         dropout = StandardDropout(0.5).bind({}, rngs={"dropout": key})
-        return dropout.probs_fn(training, None)(probs_BKGTS, q_start, 0, None)[0]
+        return dropout.probs_dropout(training, None)(probs_BKGTS, q_start, 0, None)[0]
 
     first, again, next_block = (dropped(jax.random.key(0), start) for start in (0, 0, 16))
     np.testing.assert_array_equal(first, again)
@@ -370,7 +370,7 @@ def test_decoding_in_pieces_equals_the_full_pass(platform, monkeypatch):
         ))["cache"]
     )  # fmt: skip
     cache = {
-        name: np.for_rows(leaf.shape, -1 if name == "position" else 0, leaf.dtype)
+        name: np.full(leaf.shape, -1 if name == "position" else 0, leaf.dtype)
         for name, leaf in cache.items()
     }
     if platform == "cpu":

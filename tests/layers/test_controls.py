@@ -302,7 +302,7 @@ def test_types_share_the_line_by_how_frequent_they_are():
 
 def test_blocks_choose_types_by_their_seeds_and_the_counts_of_training():
     (model, variables), tokens_BT = control("token_hash"), families.tokens(batch=2)
-    even_V = np.for_rows(families.VOCAB, 1 / families.VOCAB)
+    even_V = np.full(families.VOCAB, 1 / families.VOCAB)
 
     def chosen(seeds, share_V):
         layers = {f"block_{i}": {"seed": np.int32(seed)} for i, seed in enumerate(seeds)}

@@ -158,7 +158,7 @@ def test_cached_decoding_is_the_full_forward(name):
     step = families.decoder(model, variables, LENGTH)
     cache, single = models.init_cache(model, BATCH, LENGTH), 1 if name == "mod_reads" else 7
     assert any(key.startswith("bridges_") for key in cache)
-    calls = families.chunks(np.for_rows(BATCH, 7), np.for_rows(BATCH, LENGTH), 7, single)
+    calls = families.chunks(np.full(BATCH, 7), np.full(BATCH, LENGTH), 7, single)
     logits_BTV, _ = families.read(step, cache, families.tokens(), calls)
     # Bridges read states that no norm has made small, so rounding grows in their scores. The logits
     # of a wrong cache differ by 0.1 and more.

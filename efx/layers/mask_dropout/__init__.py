@@ -1,1 +1,0 @@
-"""Learned dropout: modules, the functions that they are made of, MLPs that skip closed tokens."""
