@@ -1,35 +1,33 @@
-"""Parallel encoder-decoder: a causal encoder stream next to the decoder stream that predicts.
+"""Parallel encoder-decoder: a causal encoder stream beside the decoder stream that predicts.
 
     python -m efx.main --config configs/encoder_decoder.py --workdir runs/encoder_decoder
 
-Layer l holds an encoder block and a decoder block; the latter reads the encoder's stream through
-causal cross-attention. With the default cross_source="previous_layer" the two do not depend on each
-other, so that the critical path is as long as that of a decoder with so many layers. A loss ties
-the running mean of the embeddings to the encoder's output.
+Layer l holds an encoder block and a decoder block. The decoder block reads the encoder stream
+through causal cross-attention. With the default cross_source="previous_layer" the two blocks of a
+layer do not depend on each other. A loss ties the encoder's output to the running mean of the
+embeddings.
 
-Knobs, all in `config.model` (defaults in efx/models/encoder_decoder/config.py; `model.depth` counts
-decoder blocks):
-    encoder_depth           encoder blocks; 0: as many as are of use
-    cross_heads, cross_kv_heads   heads of cross-attention, and of its keys and values
-    positions               "learned", or "rope" in every attention, cross-attention included
+Settings in `config.model` (defaults in efx/models/encoder_decoder.py):
+    depth, encoder_depth    decoder blocks; encoder blocks, 0: as many as are of use
+    cross_heads             heads of cross-attention
+    positions               "learned", or "rope" in self-attention and cross-attention
     order                   "self_first", "cross_first", "cross_only"
     cross_source            "previous_layer", "same_layer", "final" (the serial encoder-decoder)
-    serial_start            "final" only: the decoder's first state is made of what the "encoder"
-                            gives, or of the "embedding", as with the other sources
-    decoder_input_norm, decoder_input_positions   a norm before the linear layer that makes it, the
-                            position embedding of the next position added after that
-    output_positions        "subtract" the next position's embedding from the output, then a norm
-                            ("subtract_norm"), or "none", as it is with positions="rope"
-    embedding_loss          "mse", "cosine", "log_cosine", "none"; weight `config.losses.embedding`
+    serial_start            with "final": the decoder starts from the "encoder" output or from the
+                            "embedding", as with the other sources
+    decoder_input_norm, decoder_input_positions   a norm before the decoder's first linear layer;
+                            the embedding of the next position added after it
+    output_positions        "subtract" the embedding of the next position from the output, then
+                            also a norm ("subtract_norm"), or "none"; with positions="rope": "none"
+    embedding_loss          "mse", "cosine", "log_cosine", "none"; weight: `config.losses.embedding`
     embedding_loss_gains    norms of that loss with gains: the published form, which collapses
     depth_routing           Mixture-of-Depths in both streams; `blocks` and capacities number
-                            the encoder's blocks first, then the decoder's
-    mlp.moe, soft_experts   experts, soft experts; every so manieth block of each stream
-    dense_former            averages of earlier states, of each stream by itself
-    mup, initialisation     learning rates that serve other widths; how weights start
+                            the encoder's blocks before the decoder's
+    mlp.moe                 experts in every n-th block of each stream
+    mup, initialisation     transfer of learning rates between widths; initial weights
     dropout                 as in every family
 
-Variants, to be combined with commas:
+Variants, combined with commas:
     configs/encoder_decoder.py:smoke       about half a minute on a CPU
     configs/encoder_decoder.py:same_layer  a decoder block reads the output of its layer's encoder
     configs/encoder_decoder.py:serial      all encoder blocks come first, and the decoder starts
@@ -39,9 +37,8 @@ Variants, to be combined with commas:
     configs/encoder_decoder.py:published   the published recipe: 13 layers, 150 wide, context 200,
                             15.8M parameters with its BPE of 50,257 tokens, batches of 800; for an
                             accelerator. The published numbers are of published,serial
-    configs/encoder_decoder.py:seed        the published model with its masks: two streams, learned
-                            dropout and both penalties, by that recipe; for an accelerator.
-                            masks,smoke is the same in small
+    configs/encoder_decoder.py:seed        the published model with its masks and both penalties,
+                            for an accelerator; masks,smoke is the same model at a small size
 
 Hardware: 2 CPU cores.
 """

@@ -276,8 +276,6 @@ FAMILIES = {
         block_kind="parallel",
         attention=dict(rope_fraction=0.5, no_rope_every=2, num_kv_heads=2, chunk=10),
         cross_heads=8,
-        cross_kv_heads=4,
-        dense_former=dict(on=True),
         depth_routing=dict(
             kind="mod", capacity=0.5, every=1, causal="aux_loss", also_train=("threshold",)
         ),
@@ -298,15 +296,12 @@ FAMILIES = {
         ),
         mlp=experts(every=2, expert_hidden=0, renormalise=False),
     ),
-    "streams_soft_mod": _streams(
+    "streams_mod_serial": _streams(
         ("router_bce", *PENALTIES),
         True,
         cross_source="final",
-        cross_kv_heads=2,
         positions="rope",
         depth_routing=dict(kind="mod", capacity=0.5, every=1, causal="aux_loss"),
-        soft_experts=dict(num=2, every=2, shared=1, shared_kv=True, hidden_multiple=1.0),
-        dense_former=dict(on=True, dilation=2, period=2),
         dropout=masks(),
     ),
     "latent": _latent(),
@@ -409,13 +404,11 @@ FAMILIES = {
         adapter=adapters(experts=3, routing="topk", sites=".*/(query|up|out)")
     ),
     "adapter_latent": _latent(
-        ("inclusion_bce",),
-        True,
         memory_local=2,
         upsampling="attention",
         # Of each kind of site one; all take eight times as long.
         adapter=adapters(
-            experts=2, routing="inclusion", capacity=0.4, slack=1.0, sites=".*/(query|up)"
+            experts=2, routing="topk", sites=".*/(query|up)"
         ),
     ),
     "adapter_inclusion": _row(
@@ -436,7 +429,7 @@ NAMES = tuple(FAMILIES)
 SLOW = set(
     "adapter_latent adapter_recursion adapter_streams dropout_attention latent latent_levels "
     "latent_masks latent_moe latent_window mode_expert_choice recursion_context streams_moe "
-    "streams_parallel streams_soft_mod".split()
+    "streams_parallel streams_mod_serial".split()
 )
 EXAMPLES = set(
     "adapter dropout_attention_mod gpt2 latent_memory llama mod mod_capacity_list "

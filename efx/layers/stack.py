@@ -3,7 +3,6 @@
 import dataclasses
 import re
 from functools import partial
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +13,8 @@ from efx.errors import UsageError
 from efx.layers import kernels, linear
 from efx.layers.block import Block, SkipMLP
 from efx.layers.config import BlockConfig, DenseFormerConfig, with_experts, with_soft_experts
-from efx.layers.dense_former import Averages
 from efx.layers.soft_experts import SoftBlock
+from efx.parameter import parameter
 from efx.routing import selection
 from efx.routing.config import DepthRoutingConfig
 from efx.routing.mod import MoDBlock
@@ -50,8 +49,6 @@ class LayerSpec:
     block: BlockConfig
     routing: DepthRoutingConfig | None = None
     capacity: float = 1.0
-
-    stream: ClassVar[None] = None
 
     @property
     def module(self):
@@ -211,10 +208,8 @@ class Stack(nn.Module):
     The steps of a recursion leave the parameters of the blocks that they share where a dense stack
     has them, `block_<i>/...`, and have their own, routers and skip MLPs, in `recursion_<i>/...`.
 
-    With `averages`, which a scan has no place for, layers read averages of all earlier states
-    (DenseFormer); a recursion step counts as one layer, and of two streams each layer computes one,
-    whose states are averaged. The weights are in `average_<i>/alpha`, i the number of a layer from
-    1.
+    With `averages` (DenseFormer, not in a scan) layers read averages of all earlier states, see
+    `StateAverage`; a recursion step counts as one layer. Weights: `average_<i>/alpha`, i from 1.
     """
 
     specs: tuple  # of LayerSpec and RecursionStep, or of another family's
@@ -247,7 +242,7 @@ class Stack(nn.Module):
             )
             x_BTD, _ = scanned(self.specs[:size], self.remat, name="units")(x_BTD, call)
             return x_BTD
-        shared, selectable_BT, average = None, None, Averages(self.averages)
+        shared, selectable_BT, states = None, None, [x_BTD]
         for i, (name, spec) in enumerate(zip(names(self.specs), self.specs, strict=True)):
             if before and i in before:
                 x_BTD = before[i](x_BTD)
@@ -258,7 +253,12 @@ class Stack(nn.Module):
                 shared = shared or self._shared_blocks(spec)
                 selectable = call.replace(selectable_BT=selectable_BT)
                 y_BTD, selectable_BT = spec.apply(shared, x_BTD, selectable)
-            x_BTD = average(i + 1, spec.stream, x_BTD, y_BTD)
+            x_BTD = y_BTD
+            if self.averages is not None and self.averages.on:
+                states.append(y_BTD)
+                if indices := self.averages.states(i + 1):
+                    average = StateAverage(name=f"average_{i + 1}")
+                    x_BTD = average([states[j] for j in indices])
         return x_BTD
 
     def _shared_blocks(self, step):
@@ -269,6 +269,25 @@ class Stack(nn.Module):
                 for i, spec in enumerate(specs, 1)
             )
         )
+
+
+class StateAverage(nn.Module):
+    """DenseFormer: sum over j of alpha_j X_j, of states [B, T, D] (arXiv 2402.02622, section 3).
+
+    With X_0 the input of the stack, Y_0 = X_0, and for block i = 1..L
+        X_i = block_i(Y_{i-1}),    Y_i = sum over j <= i of alpha_ij X_j,
+    at first with alpha_ii = 1 and all others 0. The FLOP ledger does not count averages.
+    """
+
+    @nn.compact
+    def __call__(self, states):
+        def last_one(key, shape, dtype):
+            return jnp.zeros(shape, dtype).at[-1].set(1.0)
+
+        alpha = parameter(self, "alpha", last_one, (len(states),), ("norm",))
+        # One at a time, so that the compiler fuses the sum and does not stack the states.
+        mean_BTD = sum(alpha[j] * x_BTD.astype(jnp.float32) for j, x_BTD in enumerate(states))
+        return mean_BTD.astype(states[-1].dtype)
 
 
 def _layer_class(spec, remat, scanned):

@@ -31,8 +31,7 @@ from efx.models.adapters.model import adapt
 from efx.models.bridged.config import BridgedConfig
 from efx.models.bridged.model import Bridged
 from efx.models.decoder import Decoder, DecoderConfig
-from efx.models.encoder_decoder.config import EncoderDecoderConfig
-from efx.models.encoder_decoder.model import EncoderDecoder
+from efx.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from efx.models.language_model import unrolled
 from efx.models.latent.config import LatentConfig
 from efx.models.latent.model import Latent

@@ -36,8 +36,6 @@ class RecursionStep:
     routing: DepthRoutingConfig | None = None
     capacity: float = 1.0
 
-    stream: ClassVar[None] = None
-
     @property
     def name(self):
         return f"recursion_{self.number}"

@@ -187,7 +187,7 @@ def encoder_decoder(draw):
         serial_start=["encoder", "embedding"], decoder_input_norm=[False, True],
         decoder_input_positions=[False, True],
         output_positions=[None, "none", "subtract", "subtract_norm"], positions=["learned", "rope"],
-        cross_kv_heads=[0, 1], initialisation=["gpt2", "spike_no_more"],
+        initialisation=["gpt2", "spike_no_more"],
         embedding_loss=["none", "mse", "cosine", "log_cosine"],
         embedding_loss_gains=[False, True], norm=["layernorm", "rmsnorm"],
     ) | pick(draw, "attention.", window=[0, 4])  # fmt: skip
@@ -200,7 +200,9 @@ def encoder_decoder(draw):
     depth = changes["depth"]
     parallel = changes["cross_source"] == "previous_layer"
     encoder_depth = changes["encoder_depth"] or depth - parallel
-    return changes | stack(draw, depth, recursion=False, further=encoder_depth)
+    changes |= stack(draw, depth, recursion=False, further=encoder_depth)
+    absent = ("soft_experts.", "dense_former.")
+    return {key: value for key, value in changes.items() if not key.startswith(absent)}
 
 
 @st.composite
@@ -244,7 +246,7 @@ def adapters(draw, changes):
     if not count:
         return new | pick(draw, "adapter.", gate=[False, True])
     routings = ["topk", "uniform"]
-    if changes.get("depth_routing.kind", "none") == "none":
+    if changes.get("depth_routing.kind", "none") == "none" and changes.get("family") != "latent":
         routings += ["inclusion", "inclusion"]
     new["adapter.experts"] = tuple(f"expert_{i}" for i in range(count))
     return new | pick(

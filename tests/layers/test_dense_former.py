@@ -10,8 +10,7 @@ from refusals import refused
 from efx.interop import hf_config
 from efx.layers.call import Call
 from efx.layers.config import DenseFormerConfig
-from efx.layers.dense_former import StateAverage
-from efx.layers.stack import Layer, Stack
+from efx.layers.stack import Layer, Stack, StateAverage
 
 ON = {"dense_former.on": True, "depth": 6, "width": 16}
 LENGTH = 9

@@ -1,0 +1,499 @@
+"""The parallel encoder-decoder: a causal language model with an encoder and a decoder stream.
+
+    e_0 = tok + pos                       d_0 = Linear(e_0)
+    encoder block:  e <- e + SA(LN e)     e <- e + MLP(LN e)
+    decoder block:  d <- d + SA(LN d)     d <- d + CA(q = LN d, kv = LN e*)     d <- d + MLP(LN d)
+    logits = tok^T (LN(d_L) - pos of the next position)
+
+Cross-attention is causal: query t sees encoder states <= t. With E encoder blocks and L decoder
+blocks, e* of decoder block j = 1..L is the encoder state after r(j) encoder blocks:
+    same_layer      r(j) = ceil(j E / L)
+    previous_layer  r(j) = floor((j - 1) E / (L - 1)), 0 for L = 1
+    final           r(j) = E: the serial encoder-decoder
+Layer j holds decoder block j and encoder blocks r(j - 1) + 1 .. r(j) (`same_layer`) or
+r(j) + 1 .. r(j + 1) (`previous_layer`). In `previous_layer` the two streams of a layer do not
+depend on each other: with E = L - 1 the longest chain of dependent blocks has length L.
+"""
+
+import dataclasses
+import itertools
+from functools import partial
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from efx import flops, means
+from efx.errors import UsageError
+from efx.layers import block as blocks
+from efx.layers import config, costs, norms
+from efx.layers.learned_dropout import make_dropout, make_mask_input
+from efx.layers.linear import Embedding, Linear, broadcast
+from efx.layers.mup import deviations
+from efx.layers.stack import Layer, LayerSpec, Stack, by_path, stream_specs
+from efx.models.config import ModelConfig, check_stack
+from efx.models.language_model import LanguageModel
+from efx.routing import selection
+from efx.routing.config import DepthRoutingConfig
+from efx.routing.controls import TokenPlacement
+from efx.settings import Natural, PiecesOrNone, block
+from efx.sharding import constrain
+
+# ---- settings ----------------------------------------------------------------------------------
+
+
+@block("config.model")
+class EncoderDecoderConfig(ModelConfig):
+    """`depth` counts decoder blocks. `every` of routing and experts counts in each stream."""
+
+    family: Literal["encoder_decoder"] = "encoder_decoder"
+    # Encoder blocks; 0: `depth`, or depth - 1 with cross_source="previous_layer", where no decoder
+    # block reads the output of another one.
+    encoder_depth: PiecesOrNone = 0
+    cross_heads: Natural = 0  # of cross-attention, each width / cross_heads wide; 0: num_heads
+    # "rope": no position embeddings; rotary self-attention and cross-attention.
+    positions: Literal["learned", "rope"] = "learned"
+    order: Literal["self_first", "cross_first", "cross_only"] = "self_first"  # of the attentions
+    # The encoder state that a decoder block reads: "same_layer", the output of this layer;
+    # "previous_layer", the input of this layer; "final", the output of the encoder.
+    cross_source: Literal["same_layer", "previous_layer", "final"] = "previous_layer"
+    # With "final": d_0 is Linear(encoder output), as published, or Linear(e_0).
+    serial_start: Literal["encoder", "embedding"] = "encoder"
+    decoder_input_norm: bool = False  # d_0 = Linear(LN(...))
+    decoder_input_positions: bool = False  # d_0 + the embedding of the next position
+    # "subtract": the embedding of the next position from LN(d_L); "subtract_norm": a norm after
+    # that. None: "subtract" with learned positions.
+    output_positions: Literal["none", "subtract", "subtract_norm"] | None = None
+    embedding_loss: Literal["none", "mse", "cosine", "log_cosine"] = "mse"  # see `EmbeddingLoss`
+    embedding_loss_gains: bool = False  # gains and biases in its norms: published, but collapses
+    norm: config.Norm = "layernorm"
+    use_bias: bool = False
+    # "gpt2": all weights N(0, init_std^2); "spike_no_more": N(0, 2 / (5 width)).
+    initialisation: config.Initialisation = "gpt2"
+    mup: config.MuPConfig = config.MuPConfig()
+    depth_routing: DepthRoutingConfig = DepthRoutingConfig()
+
+    soft_experts: ClassVar[config.SoftExpertsConfig] = config.SoftExpertsConfig()
+    dense_former: ClassVar[config.DenseFormerConfig] = config.DenseFormerConfig()
+    tied: ClassVar[bool] = True  # the output layer is the token embedding
+    causal_in_training: ClassVar[str] = (
+        "unless depth_routing selects by top-k or mlp.moe by expert_choice"
+    )
+
+    def resolved(self):
+        """The config with all defaults filled in; UsageError for settings that contradict."""
+        rope, heads = self.positions == "rope", self.cross_heads or self.attention.num_heads
+        if self.cross_source == "previous_layer" and self.depth == 1 and self.encoder_depth:
+            raise UsageError(
+                f"config.model.encoder_depth={self.encoder_depth}: "
+                "cross_source='previous_layer' with one decoder block reads only e_0; set it to 0"
+            )
+        if self.depth_routing.kind == "recursion":
+            raise UsageError(
+                "config.model.depth_routing.kind='recursion': not in the encoder-decoder, whose "
+                "decoder blocks read different encoder blocks and cannot be repeated; use 'mod'"
+            )
+        check_stack(self, self.num_encoder_blocks, self.depth)
+        if self.width % heads:
+            raise UsageError(
+                f"config.model.width={self.width} is not divisible by "
+                f"config.model.cross_heads={heads}"
+            )
+        if rope:
+            self._check_rotary(heads)
+        return dataclasses.replace(
+            self,
+            cross_heads=heads,
+            output_positions=self.output_positions or ("none" if rope else "subtract"),
+            attention=self.attention.resolved(
+                self.width, rope, self.mup.scales_attention, self.use_bias
+            ),
+            mlp=self.mlp.resolved(max(self.depth, self.num_encoder_blocks), "gelu"),
+            dropout=self.dropout.resolved(self.width, self.attention.num_heads),
+        )
+
+    def _check_rotary(self, heads):
+        head_dim = self.width // heads
+        shown = f"{self.width} / {heads} = {head_dim}"
+        self.attention.check_rotary(head_dim, f"config.model.cross_heads={heads}", shown)
+        for name, off in (("decoder_input_positions", False), ("output_positions", "none")):
+            value = getattr(self, name)
+            if value not in (None, off):
+                raise UsageError(
+                    f"config.model.{name}={value!r}: positions='rope' has no position "
+                    f"embeddings; set it to {off!r}, or set positions='learned'"
+                )
+
+    @property
+    def num_encoder_blocks(self):
+        """E."""
+        return self.encoder_depth or self.depth - (self.cross_source == "previous_layer")
+
+    @property
+    def read_depths(self):
+        """r(1)..r(L): how many encoder blocks precede the state that a decoder block reads."""
+        count, depth = self.num_encoder_blocks, self.depth
+        if self.cross_source == "final":
+            return (count,) * depth
+        if self.cross_source == "same_layer":
+            return tuple(-(-j * count // depth) for j in range(1, depth + 1))
+        return tuple(j * count // max(1, depth - 1) for j in range(depth))
+
+
+# ---- layers of both streams --------------------------------------------------------------------
+
+ATTENTIONS = {
+    "self_first": ("self", "cross"),
+    "cross_first": ("cross", "self"),
+    "cross_only": ("cross",),
+}
+
+
+class DecoderBlock(blocks.Block):
+    """d [B, T, D] -> the increment of self-attention, cross-attention and MLP.
+
+    `call.encoder` has the states that cross-attention reads. Without rotary positions in
+    self-attention (`no_rope_every`) there are none in cross-attention either.
+
+    Attributes:
+      cross: config of cross-attention.
+      order: key of `ATTENTIONS`.
+    """
+
+    cross: config.AttentionConfig
+    order: str
+
+    @property
+    def kv_depends_on_block_output(self):
+        """Self-attention after cross-attention reads its output."""
+        return self.order == "cross_first"
+
+    def setup_attention(self):
+        c = self.config
+        if "self" in ATTENTIONS[self.order]:
+            super().setup_attention()
+        cross = dataclasses.replace(self.cross, rope_theta=c.attention.rope_theta)
+        self.cross_attention = blocks.make_attention(c, config=cross)
+        self.norm_cross, self.norm_encoder = blocks.make_norm(c), blocks.make_norm(c)
+        self.dropout_cross_output = make_dropout(c, "attention_output")
+
+    def attention_increment(self, d_BTD, call, context=None):
+        """Increment of both attentions; None if the call only writes keys and values.
+
+        Args:
+          context: (states of all tokens [B, S, D], their call, indices [B, C] of d among them), to
+            which the self-attention of a routed block with `kv_for_skipped` attends.
+        """
+        increment_BTD = None
+        for name in ATTENTIONS[self.order]:
+            x_BTD = d_BTD
+            if increment_BTD is not None:
+                x_BTD = blocks.mlp_input(self.config, d_BTD, increment_BTD)
+            if name == "self":
+                y_BTD = self._self_attention(x_BTD, call, context)
+            else:
+                y_BTD = self._cross_attention(x_BTD, call)
+            if y_BTD is not None:
+                increment_BTD = y_BTD if increment_BTD is None else increment_BTD + y_BTD
+        return increment_BTD
+
+    def _self_attention(self, x_BTD, call, context):
+        if call.access != "both":
+            for_skipped = call.cache.kv_size > 0
+            if call.access == "write" and not for_skipped:
+                return None
+            if call.access == "read" and (self.kv_depends_on_block_output or not for_skipped):
+                call = call.with_cache(access="both")
+        if context is not None and self.kv_depends_on_block_output:
+            all_BSD, all_call, index_BC = context
+            context = selection.put(all_BSD, index_BC, x_BTD), all_call
+        return super().attention_increment(x_BTD, call, context)
+
+    def _cross_attention(self, x_BTD, call):
+        c, (encoder_BSD, key_call) = self.config, call.encoder
+        if call.decode:
+            # Encoder states of all tokens have keys and values in the cache, also for routed d.
+            all_call = key_call or call
+            call = call.with_cache(kv_size=all_call.cache.size)
+            if call.access == "write":
+                call = call.replace(positions_BT=all_call.positions_BT)
+        context = blocks.norm_input(c, self.norm_encoder, encoder_BSD), key_call
+        x_BTD = blocks.norm_input(c, self.norm_cross, x_BTD)
+        y_BTD = self.cross_attention(x_BTD, call, context)
+        if y_BTD is None:
+            return None
+        y_BTD = blocks.norm_output(c, self.norm_cross, y_BTD)
+        return blocks.with_dropout(self.dropout_cross_output, y_BTD, call)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderSpec(LayerSpec):
+    """A decoder block, dense or routed; fields as in `DecoderBlock`."""
+
+    cross: config.AttentionConfig
+    order: str
+
+    @property
+    def make_block(self):
+        return partial(DecoderBlock, self.block, self.cross, self.order)
+
+    @property
+    def attentions(self):
+        for_skipped = self.routing is not None and self.routing.kv_for_skipped
+        cross = dataclasses.replace(self.block, attention=self.cross)
+        found = {"self": (self.block, for_skipped), "cross": (cross, True)}
+        return tuple(found[name] for name in ATTENTIONS[self.order])
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoStreamSpec:
+    """A layer: encoder blocks and a decoder block, or only either.
+
+    Attributes:
+      parallel: cross-attention reads the input of the encoder blocks, not their output.
+    """
+
+    encoder: tuple[LayerSpec, ...] = ()
+    decoder: DecoderSpec | None = None
+    parallel: bool = False
+
+    @property
+    def module(self):
+        return TwoStreamLayer
+
+    @property
+    def parts(self):
+        parts = {f"encoder_{i}": spec for i, spec in enumerate(self.encoder)}
+        return parts if self.decoder is None else parts | {"decoder": self.decoder}
+
+
+class TwoStreamLayer(nn.Module):
+    """(e [B, T, D], d [B, T, D]) -> (e, d). d is None before a serial decoder starts."""
+
+    spec: TwoStreamSpec
+
+    @nn.compact
+    def __call__(self, streams, call):
+        (e_BTD, d_BTD), decoder = streams, self.spec.decoder
+        read_BTD = e_BTD
+        for i, spec in enumerate(self.spec.encoder):
+            e_BTD = Layer(spec, name=f"encoder_{i}")(e_BTD, call)
+        if decoder is not None:
+            if not self.spec.parallel:
+                read_BTD = e_BTD
+            # Routed attention reads the encoder states of all tokens, not only of its own.
+            routed = decoder.routing is not None and decoder.routing.target != "mlp"
+            call = call.replace(encoder=(read_BTD, call if routed else None))
+            d_BTD = Layer(decoder, name="decoder")(d_BTD, call)
+        return e_BTD, d_BTD
+
+
+# ---- the loss ----------------------------------------------------------------------------------
+
+
+class EmbeddingLoss(nn.Module):
+    """Sow the loss `embedding`, the mean over tokens of the distance between c_t = mean of
+    LN_a(e_0) over the tokens <= t and s_t = LN_b(sg(e_E)).
+
+    Attributes:
+      kind: see `distance`.
+      gains: the norms have gains and biases, as published. Gains of 0 then minimise the loss;
+        without gains s_t has length sqrt(D) for all parameters.
+    """
+
+    kind: str
+    gains: bool
+    eps: float
+
+    @nn.compact
+    def __call__(self, embedded_BTD, e_BTD, segment_ids_BT):
+        options = dict(eps=self.eps, use_bias=self.gains, use_scale=self.gains)
+        a_BTD = norms.LayerNorm(**options, name="norm_embedding")(embedded_BTD)
+        s_BTD = norms.LayerNorm(**options, name="norm_encoder")(jax.lax.stop_gradient(e_BTD))
+        loss_BT = distance(self.kind, running_mean(a_BTD, segment_ids_BT), s_BTD)
+        real_BT = None if segment_ids_BT is None else segment_ids_BT > 0
+        means.sow(self, "losses", "embedding", means.over(loss_BT, real_BT))
+
+
+def running_mean(x_BTD, segment_ids_BT=None):
+    """Mean over the tokens <= t of t's document, in float32."""
+    x_BTD = x_BTD.astype(jnp.float32)
+    sum_BTD = jnp.cumsum(x_BTD, axis=1)
+    count_BT = selection.running_count(jnp.ones(x_BTD.shape[:2], bool), segment_ids_BT)
+    if segment_ids_BT is not None:
+        start_BT = jnp.arange(x_BTD.shape[1])[None] + 1 - count_BT
+        before_BTD = jnp.take_along_axis(sum_BTD - x_BTD, start_BT[..., None], axis=1)
+        sum_BTD = sum_BTD - before_BTD
+    return sum_BTD / count_BT[..., None]
+
+
+def distance(kind, c_BTD, s_BTD):
+    """[B, T]: `mse`, `cosine` 1 - p or `log_cosine` -log p, with p = (cos(c, s) + 1) / 2.
+
+    p is at least 1e-6, so that the loss of opposite vectors is finite.
+    """
+    if kind == "mse":
+        return jnp.mean(jnp.square(c_BTD - s_BTD), axis=-1)
+    p_BT = (jnp.sum(norms.unit(c_BTD) * norms.unit(s_BTD), axis=-1) + 1.0) / 2.0
+    return 1.0 - p_BT if kind == "cosine" else -jnp.log(jnp.maximum(p_BT, 1e-6))
+
+
+# ---- the model ---------------------------------------------------------------------------------
+
+
+class EncoderDecoder(LanguageModel):
+    """Tokens to logits; see `LanguageModel` for the interface."""
+
+    def setup(self):
+        c, std, block = self.config, self.deviations, self.block_config()
+        self.embed = self.token_table(c.width, std.table)
+        self.positions_embed = None
+        if c.positions == "learned":
+            # The last token, too, has a next position.
+            size = c.context + (c.decoder_input_positions or c.output_positions != "none")
+            axes = ("position", "table")
+            self.positions_embed = Embedding(size, c.width, std.table, self.dtype, axes=axes)
+        self.dropout_embedding = make_dropout(block, "embedding")
+        self.mask_input = make_mask_input(block)
+        self.token_types = None
+        if c.depth_routing.needs_token_places:
+            self.token_types = TokenPlacement(self.vocab_size)
+        if c.decoder_input_norm:
+            self.norm_input = blocks.make_norm(block)
+        self.decoder_input = Linear(
+            c.width, ("embed", "table"), std.hidden, c.use_bias, dtype=self.dtype
+        )
+        specs, last = self.layer_specs()
+        self.layers = Stack(specs, c.scan_layers, c.remat)
+        self.last = last and Stack((last,), False, c.remat)
+        self.norm_final = blocks.make_norm(block)
+        if c.output_positions == "subtract_norm":
+            self.norm_output = blocks.make_norm(block)
+        if c.embedding_loss != "none":
+            self.loss = EmbeddingLoss(c.embedding_loss, c.embedding_loss_gains, c.norm_eps)
+
+    def features(
+        self,
+        tokens_BT,
+        positions_BT=None,
+        segment_ids_BT=None,
+        train=False,
+        decode=False,
+        cache_size=0,
+    ):
+        c = self.config
+        if positions_BT is None:
+            positions_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
+        if c.dropout.by_position or self.positions_embed is not None:
+            self.check_context(cache_size if decode else tokens_BT.shape[1])
+        call = self.make_call(positions_BT, segment_ids_BT, train, decode, cache_size)
+        positions_BT = jnp.maximum(positions_BT, 0)  # padding may read any row of the table
+        embedded_BTD = self.embed(tokens_BT)
+        if self.positions_embed is not None:
+            embedded_BTD = embedded_BTD + self._position_embedding(positions_BT, embedded_BTD)
+        if self.token_types is not None:
+            call = call.replace(token_places=self.token_types(tokens_BT, call))
+        if self.mask_input is not None:
+            call = call.replace(mask_input_BTD=self.mask_input(embedded_BTD, call))
+        e_BTD = blocks.with_dropout(self.dropout_embedding, embedded_BTD, call)
+        e_BTD = constrain(e_BTD, "batch", "length", "act_embed")
+
+        def start_decoder(streams):
+            return streams[0], self._decoder_input(streams[0], positions_BT + 1)
+
+        if c.cross_source == "final" and c.serial_start == "encoder":
+            start_at = {c.num_encoder_blocks: start_decoder}
+            e_BTD, d_BTD = self.layers((e_BTD, None), call, start_at)
+        else:
+            e_BTD, d_BTD = self.layers(start_decoder((e_BTD, None)), call)
+        if self.last is not None:
+            e_BTD, d_BTD = self.last((e_BTD, d_BTD), call)
+
+        has_loss = c.embedding_loss != "none" and not decode
+        if has_loss and (means.wanted(self) or self.is_initializing()):
+            self.loss(embedded_BTD, e_BTD, segment_ids_BT)
+        x_BTD = self.norm_final(d_BTD)
+        if c.output_positions != "none":
+            x_BTD = x_BTD - self._position_embedding(positions_BT + 1, x_BTD)
+        return self.norm_output(x_BTD) if c.output_positions == "subtract_norm" else x_BTD
+
+    def _decoder_input(self, x_BTD, next_BT):
+        """d_0, from e_0 or the encoder's output."""
+        c = self.config
+        d_BTD = self.decoder_input(self.norm_input(x_BTD) if c.decoder_input_norm else x_BTD)
+        if c.decoder_input_positions:
+            d_BTD = d_BTD + self._position_embedding(next_BT, d_BTD)
+        return constrain(d_BTD, "batch", "length", "act_embed")
+
+    def _position_embedding(self, positions_BT, x_BTD):
+        return broadcast(self.positions_embed(positions_BT), x_BTD.shape)
+
+    @property
+    def logit_scale(self):
+        return self.config.mup.logit_scale(self.config.width)
+
+    @property
+    def deviations(self):
+        c = self.config
+        return deviations(c.initialisation, c.init_std, c.mup, c.width)
+
+    @nn.nowrap
+    def block_config(self, num_increments=1):
+        """`BlockConfig` of a stream whose residual is the sum of this many increments."""
+        std = self.deviations.hidden
+        return self.config.block(
+            std=std,
+            std_out=std / max(1, num_increments) ** 0.5,
+            dtype=self.dtype,
+            router_scale=self.logit_scale,
+        )
+
+    @nn.nowrap
+    def layer_specs(self):
+        """(layers of the stack, the layer after it or None).
+
+        The last layer of `previous_layer` has no encoder block. It is not in the stack, whose
+        layers are then alike and can be scanned.
+        """
+        c, count = self.config, self.config.num_encoder_blocks
+        capacities = c.depth_routing.routed_blocks(count, c.depth)
+        encoder = tuple(stream_specs(self.block_config(2 * count), c, count, capacities))
+        block = self.block_config(c.depth * (1 + len(ATTENTIONS[c.order])))
+        heads, head_dim = c.cross_heads, c.width // c.cross_heads
+        cross = dataclasses.replace(
+            c.attention, num_heads=heads, num_kv_heads=heads, head_dim=head_dim
+        )
+        capacities = {i - count: capacity for i, capacity in capacities.items()}
+        fields = dict(cross=cross, order=c.order)
+        decoder = tuple(stream_specs(block, c, c.depth, capacities, DecoderSpec, **fields))
+        if c.cross_source == "final":
+            layers = [TwoStreamSpec(encoder=(spec,)) for spec in encoder]
+            return (*layers, *(TwoStreamSpec(decoder=spec) for spec in decoder)), None
+        parallel = c.cross_source == "previous_layer"
+        bounds = (*c.read_depths, c.read_depths[-1]) if parallel else (0, *c.read_depths)
+        layers = tuple(
+            TwoStreamSpec(encoder[start:stop], spec, parallel)
+            for (start, stop), spec in zip(itertools.pairwise(bounds), decoder, strict=True)
+        )
+        return (layers[:-1], layers[-1]) if parallel else (layers, None)
+
+    def specs(self):
+        return self.layer_specs()[0]
+
+    @nn.nowrap
+    def blocks(self):
+        specs, last = self.layer_specs()
+        return by_path("layers", specs) | by_path("last", (last,) if last else ())
+
+    @nn.nowrap
+    def ledger(self, length, selection="train", shares=None):
+        c = self.config
+        pairs = flops.causal_pairs(length, c.attention.window)
+        parts = [
+            {"decoder_input": flops.matmul(length, c.width, c.width)},
+            costs.stack_flops(self.blocks(), length, selection, shares),
+            costs.embedding_mask_flops(self.block_config(), length, pairs),
+            self.head_flops(length, c.width),
+        ]
+        return flops.Ledger(length, flops.add(parts))

@@ -1,1 +1,0 @@
-"""The parallel encoder-decoder: settings, streams, model."""
