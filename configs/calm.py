@@ -19,7 +19,7 @@ LLM Augmented LLMs: Expanding Capabilities through Composition (Bansal et al. 20
 other, of any widths and depths, with one tokenizer. Their parameters are frozen; only the bridges
 are trained, and with fresh bridges the whole computes the same as the anchor (try --mode=compose).
 
-Knobs of variant `bridge`, all in `config.model` (defaults in efx/models/bridged/config.py):
+Knobs of variant `bridge`, all in `config.model` (defaults in efx/models/bridges.py):
     anchor, augment         run folders: the model that predicts, the models that it reads
     pairs                   number of layers of each, evenly spaced, that a bridge connects
     num_heads               of the bridges' cross-attention

@@ -19,7 +19,7 @@ Learning to Route Among Specialized Experts for Zero-Shot Generalization (Muqeet
 2402.05859). The base may be a run of any family: give its own config file's `config.model`, or its
 run folder's, with these variants' values. docs/composition_adapters.md has the formulas.
 
-Knobs, all in `config.adapter` (defaults in efx/models/adapters/config.py):
+Knobs, all in `config.adapter` (defaults in efx/models/adapters.py):
     kind, rank, scale       "lora" or "mlp", their width, their factor
     sites                   regex of the linear layers that have one
     gate                    one adapter: times sigmoid(v.u)

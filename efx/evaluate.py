@@ -11,7 +11,7 @@ from efx.changes import Changes
 from efx.errors import UsageError, nearest
 from efx.layers.learned_dropout import MASKS
 from efx.metrics import portion
-from efx.models.adapters.layers import ADAPTERS
+from efx.models.adapters import ADAPTERS
 from efx.routing.calibrate import calibrate
 from efx.routing.reports import DEPTH, EXPERTS
 from efx.step import batch_shapes, by_layer, logits_bytes, make_eval_step

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from efx.errors import UsageError, nearest
 from efx.models import FAMILIES, check_family, config_class, config_of
-from efx.models.adapters.config import AdapterConfig
+from efx.models.adapters import AdapterConfig
 from efx.models.decoder import DecoderConfig
 from efx.run_blocks import (
     CheckpointConfig,

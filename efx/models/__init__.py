@@ -26,10 +26,8 @@ from flax import linen as nn
 from efx.errors import UsageError, nearest
 from efx.layers import kv_cache
 from efx.layers.stack import in_layers, period, unroll_params
-from efx.models.adapters.config import AdapterConfig
-from efx.models.adapters.model import adapt
-from efx.models.bridged.config import BridgedConfig
-from efx.models.bridged.model import Bridged
+from efx.models.adapters import AdapterConfig, adapt
+from efx.models.bridges import Bridged, BridgedConfig
 from efx.models.decoder import Decoder, DecoderConfig
 from efx.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from efx.models.language_model import unrolled

@@ -169,12 +169,11 @@ def test_packed_documents_are_as_if_alone(name):
     positions = np.concatenate([np.arange(2 * size) - starts, np.zeros(LENGTH - 2 * size, int)])
     segments = np.repeat([1, 2, 0], [size, size, LENGTH - 2 * size])
     packed = [jnp.asarray(np.tile(row, (BATCH, 1)), jnp.int32) for row in (positions, segments)]
-    logits_BTV = families.jit(functools.partial(model.apply, rngs=families.keys()))(
-        params, tokens_BT, *packed
-    )
+    run = families.jit(functools.partial(model.apply, rngs=families.keys()))
+    logits_BTV = run(params, tokens_BT, *packed)
     # The first document is alone, as far as its own logits go: models are causal.
-    first = families.logits_of(name, tokens_BT)[:, :size]
-    second = families.logits_of(name, jnp.roll(tokens_BT, -size, axis=1))[:, :size]
+    first = run(params, tokens_BT)[:, :size]
+    second = run(params, jnp.roll(tokens_BT, -size, axis=1))[:, :size]
     np.testing.assert_allclose(logits_BTV[:, :size], first, atol=2e-5)
     np.testing.assert_allclose(logits_BTV[:, size : 2 * size], second, atol=2e-5)
     assert np.isfinite(logits_BTV).all()

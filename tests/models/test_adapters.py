@@ -1,9 +1,8 @@
-"""Adapters, gates and composed experts: formulas, frozen parameters, compositions of runs.
+"""Adapters, gates and composed experts: formulas, causal limits, frozen parameters, refusals.
 
-The rows `adapter...` of test_families.py hold causality, cached decoding, scan, devices and ledger.
+The rows `adapter...` of families.py hold causality, cached decoding, scan, devices and ledger.
 """
 
-import functools
 import math
 import shutil
 
@@ -16,78 +15,42 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from formulas import gelu
 from refusals import refused
 
-from efx import build, checkpoint, losses, models, train, use
+from efx import build, checkpoint, models, train, use
 from efx.config import config_of_run
 from efx.configs import common, phatgoose
 from efx.interop.hf_config import config_to_hf
+from efx.layers.call import Call
+from efx.models.adapters import Adapter, AdapterConfig
 
 # ---- formulas ----------------------------------------------------------------------------------
 
-EXPERTS, WIDTH, ROWS, LENGTH = 4, 16, 3, 9
-SITE = {
-    "depth": 1, "width": WIDTH, "attention.num_heads": 2,
-    "adapter.kind": "lora", "adapter.rank": 3, "adapter.scale": 1.5, "adapter.sites": ".*/up",
-}  # fmt: skip
-COMPOSED = {"adapter.experts": tuple("abcd")}
-INCLUSION = {
-    **COMPOSED,
-    "adapter.routing": "inclusion",
-    "adapter.capacity": 0.3,
-    "adapter.slack": 1.4,
-}
-VARIANTS = {
-    "lora": {},
-    "mlp gate": {"adapter.kind": "mlp", "adapter.gate": True},
-    "lora top 1": {**COMPOSED, "adapter.top_k": 1},
-    "mlp top 2": {**COMPOSED, "adapter.kind": "mlp", "adapter.top_k": 2},
-    "uniform": {**COMPOSED, "adapter.routing": "uniform"},
-    "inclusion causal": INCLUSION,
-    "inclusion train": INCLUSION,
-}
+EXPERTS, WIDTH, FEATURES, ROWS, LENGTH = 4, 16, 6, 2, 48
+CAPACITY, SLACK = 0.3, 1.2
+COMPOSED = {"experts": tuple("abcd")}
+INCLUSION = {**COMPOSED, "routing": "inclusion", "capacity": CAPACITY, "slack": SLACK}
 
 
-def adapted_layer(model, params, tokens_BT):
-    """(input and output of the adapted layer, statistics of its adapter, the inclusion loss)"""
-    captured = dict(
-        capture_intermediates=lambda module, method: module.name in ("norm_mlp", "up"),
-        mutable=["intermediates", "stats", "losses"],
+def adapter_of(dtype=jnp.float32, **changes):
+    """(adapter, parameters, input [B, T, D])"""
+    config = AdapterConfig(**{"kind": "lora", "rank": 3, "scale": 1.5, **changes})
+    adapter, rng = Adapter(config, FEATURES, ("embed", "mlp"), dtype), np.random.default_rng(0)
+    x_BTD = jnp.asarray(rng.normal(size=(ROWS, LENGTH, WIDTH)), dtype)
+    call = Call(jnp.arange(LENGTH)[None])
+    shapes = jax.eval_shape(adapter.init, jax.random.key(0), x_BTD, call)["params"]
+    params = jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(scale=0.5, size=leaf.value.shape), jnp.float32),
+        shapes,
+        is_leaf=lambda leaf: hasattr(leaf, "value"),
     )
-    _, sown = model.apply({"params": params}, tokens_BT, **captured)
-    block = sown["intermediates"]["layers"]["block_0"]
-    stats = sown.get("stats", {}).get("layers", {}).get("block_0", {}).get("mlp", {})
-    loss = losses.collect_sown(sown["losses"])["inclusion_bce"] if "losses" in sown else 0.0
-    return (
-        block["norm_mlp"]["__call__"][-1],
-        block["mlp"]["up"]["__call__"][-1],
-        stats.get("up", {}).get("adapter", {}),
-        loss,
-    )
+    return adapter, params, x_BTD
 
 
-@functools.cache
-def computed():
-    """{variant: (kernel and adapter's arrays, input, output, statistics, loss)} of one program."""
-    made = {
-        name: families.make(SITE | changes).clone(
-            selection="train" if name == "inclusion train" else "causal"
-        )
-        for name, changes in VARIANTS.items()
-    }
-    params = {name: families.random_params(model) for name, model in made.items()}
-    tokens_BT = families.tokens(batch=ROWS, length=LENGTH)
-
-    @families.jit
-    def run(params):
-        return {name: adapted_layer(made[name], params[name], tokens_BT) for name in made}
-
-    results = jax.device_get(run(params))
-    layers = {name: params[name]["layers"]["block_0"]["mlp"]["up"] for name in made}
-    return {name: (*parts(layers[name]), *results[name]) for name in made}
-
-
-def parts(layer):
-    """(W, the adapter's arrays) in float64."""
-    return np.float64(layer["kernel"]), {k: np.float64(v) for k, v in layer["adapter"].items()}
+def applied(selection="causal", **changes):
+    """(parameters and input in float64, output, what was sown)"""
+    adapter, params, x_BTD = adapter_of(**changes)
+    call = Call(jnp.arange(LENGTH)[None], selection=selection)
+    y_BTF, sown = adapter.apply({"params": params}, x_BTD, call, mutable=["stats", "losses"])
+    return jax.tree.map(np.float64, params), np.float64(x_BTD), y_BTF, sown
 
 
 def sigmoid(x):
@@ -98,127 +61,175 @@ def standardised(x):
     return (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True)
 
 
-def adapter(name, u, a, e=None):
-    """adapter(u), or that of expert e."""
-    down, up = (a["down"], a["up"]) if e is None else (a["down"][e], a["up"][e])
-    return (gelu(u @ down) if "mlp" in name else u @ down) @ up
+def by_hand(a, x, e=..., activation=lambda h: h):
+    """1.5 adapter(x), or that of expert e."""
+    return 1.5 * activation(x @ a["down"][e]) @ a["up"][e]
 
 
-@pytest.mark.parametrize("name", ["lora", "mlp gate"])
-def test_one_adapter_is_the_formula(name):
-    kernel, a, u, y, _, _ = computed()[name]
-    u = np.float64(u)
-    added = adapter(name, u, a)
-    if "gate" in name:
-        added = added * sigmoid(u @ a["gate"])[..., None]
-    np.testing.assert_allclose(y, u @ kernel + 1.5 * added, rtol=3e-5, atol=3e-5)
+def test_one_adapter_is_the_formula():
+    a, x, y, _ = applied()
+    np.testing.assert_allclose(y, by_hand(a, x), rtol=3e-5, atol=3e-5)
+    a, x, y, _ = applied(kind="mlp", gate=True)
+    expected = by_hand(a, x, activation=gelu) * sigmoid(x @ a["gate"])[..., None]
+    np.testing.assert_allclose(y, expected, rtol=3e-5, atol=3e-5)
 
 
-@pytest.mark.parametrize("name", ["lora top 1", "mlp top 2", "uniform"])
-def test_a_composition_is_the_formula_of_the_paper(name):
+@pytest.mark.parametrize("kind, top_k", [("lora", 1), ("mlp", 2)])
+def test_topk_is_the_formula_of_the_paper(kind, top_k):
     """Token by token: softmax(affinity / sqrt(D)) over the experts of largest affinity."""
-    kernel, a, u, y, _, _ = computed()[name]
+    a, x, y, _ = applied(**COMPOSED, kind=kind, top_k=top_k)
+    activation = gelu if kind == "mlp" else lambda h: h
     for b, t in np.ndindex(ROWS, LENGTH):
-        x = np.float64(u[b, t])
-        if name == "uniform":
-            best, weights = range(EXPERTS), np.full(EXPERTS, 1 / EXPERTS)
-        else:
-            affinity = np.array([standardised(v) @ standardised(x) for v in a["gate"]])
-            best = np.argsort(-affinity)[: int(name[-1])]
-            weights = np.exp(affinity[best] / math.sqrt(WIDTH))
-            weights /= weights.sum()
-        added = sum(w * adapter(name, x, a, e) for e, w in zip(best, weights, strict=True))
-        np.testing.assert_allclose(y[b, t], x @ kernel + 1.5 * added, rtol=3e-5, atol=3e-5)
-    assert ("gate" in a) == (name != "uniform")
+        affinity = standardised(a["gate"]) @ standardised(x[b, t])
+        best = np.argsort(-affinity)[:top_k]
+        weights = np.exp(affinity[best] / math.sqrt(WIDTH))
+        weights /= weights.sum()
+        experts = [by_hand(a, x[b, t], e, activation) for e in best]
+        np.testing.assert_allclose(y[b, t], weights @ experts, rtol=3e-5, atol=3e-5)
+
+
+def test_uniform_is_the_mean_without_gates():
+    a, x, y, _ = applied(**COMPOSED, routing="uniform")
+    expected = sum(by_hand(a, x, e) for e in range(EXPERTS)) / EXPERTS
+    np.testing.assert_allclose(y, expected, rtol=3e-5, atol=3e-5)
+    assert set(a) == {"down", "up"}
 
 
 @pytest.mark.parametrize("selection", ["causal", "train"])
 def test_inclusion_is_the_formula(selection):
-    """The decision, the slots of an expert in order of time, the weights, loss and statistics."""
-    name = f"inclusion {selection}"
-    kernel, a, u, y, stats, loss = computed()[name]
-    used, dropped, selected_all, bce = 0, 0, 0, []
+    """Selection, causal limit ceil(rate n) + 4, weights, loss and statistics, token by token."""
+    a, x, y, sown = applied(selection, **INCLUSION)
+    used, num_admitted, num_selected, bce = 0, 0, 0, []
     for b in range(ROWS):
-        x = np.float64(u[b])
-        logits = x @ a["entrance"].T + a["entrance_bias"]
-        expected = x @ kernel
+        logits, expected = x[b] @ a["entrance"].T + a["entrance_bias"], np.zeros_like(y[b])
         for e in range(EXPERTS):
-            best = np.sort(np.argsort(-logits[:, e])[: math.ceil(0.3 * LENGTH)])
-            selected = np.flatnonzero(logits[:, e] > 0)
-            admitted = selected[: math.ceil(0.42 * LENGTH)]
-            run = best if selection == "train" else admitted
-            target = np.isin(np.arange(LENGTH), best)
-            bce.append(np.log1p(np.exp(-np.where(target, 1, -1) * logits[:, e])))
+            topk = np.sort(np.argsort(-logits[:, e])[: math.ceil(CAPACITY * LENGTH)])
+            admitted = []
+            for t in np.flatnonzero(logits[:, e] > 0):
+                if len(admitted) < math.ceil(round(CAPACITY * SLACK * (t + 1), 6)) + 4:
+                    admitted.append(t)
+            is_target = np.isin(np.arange(LENGTH), topk)
+            bce.append(np.log1p(np.exp(-np.where(is_target, 1, -1) * logits[:, e])))
+            run = topk if selection == "train" else admitted
             for t in run:
-                expected[t] += 1.5 * sigmoid(logits[t, e]) * adapter(name, x[t], a, e)
-            used, selected_all = used + len(run), selected_all + len(selected)
-            dropped += len(selected) - len(admitted)
+                expected[t] += sigmoid(logits[t, e]) * by_hand(a, x[b, t], e)
+            used, num_admitted = used + len(run), num_admitted + len(admitted)
+            num_selected += np.sum(logits[:, e] > 0)
         np.testing.assert_allclose(y[b], expected, rtol=3e-5, atol=3e-5)
-    assert dropped > 0, "the case has a full expert"
-    (experts,), (lost,) = stats["adapter/experts_per_token"], stats["adapter/dropped_fraction"]
-    assert experts == pytest.approx(used / (ROWS * LENGTH))
-    assert lost == pytest.approx(dropped / selected_all)
-    assert loss == pytest.approx(np.mean(bce), rel=1e-4)
+    assert num_admitted < num_selected, "no token was dropped"
+    stats = {name: float(values[-1]) for name, values in sown["stats"].items()}
+    assert stats["adapter/experts_per_token"] == pytest.approx(used / (ROWS * LENGTH))
+    assert stats["adapter/dropped_fraction"] == pytest.approx(1 - num_admitted / num_selected)
+    assert sown["losses"]["inclusion_bce"][-1] == pytest.approx(np.mean(bce), rel=1e-4)
+
+
+@pytest.mark.parametrize("chunk, cache_size", [(1, LENGTH), (7, 80)])
+def test_included_experts_do_not_depend_on_row_length_cache_or_chunks(chunk, cache_size):
+    model = families.make(SITE | {f"adapter.{k}": v for k, v in INCLUSION.items()}, context=80)
+    variables = {"params": families.random_params(model)}
+    tokens_BT = families.tokens(batch=ROWS, length=LENGTH)
+    run, full_B = families.jit(model.apply), np.full(ROWS, LENGTH)
+    logits_BTV = run(variables, tokens_BT)
+    prefix_BTV = run(variables, tokens_BT[:, :17])
+    np.testing.assert_allclose(prefix_BTV, logits_BTV[:, :17], atol=2e-5)
+    decoded_BTV, cache = families.read(
+        families.decoder(model, variables, cache_size),
+        models.init_cache(model, ROWS, cache_size),
+        tokens_BT,
+        families.chunks(full_B, full_B, chunk),
+    )
+    np.testing.assert_allclose(decoded_BTV, logits_BTV, atol=2e-5)
+    admitted_BE = cache["layers"]["block_0"]["mlp"]["up"]["adapter"]["admitted"]
+    assert np.max(admitted_BE) == math.ceil(CAPACITY * SLACK * LENGTH) + 4, "the limit is reached"
+
+
+def test_inclusion_is_deterministic_and_sums_over_experts_in_float32():
+    """Scatters have unique indices; the gradient of a bfloat16 input is summed in float32."""
+    adapter, params, x_BTD = adapter_of(jnp.bfloat16, **INCLUSION)
+    call = Call(jnp.arange(LENGTH)[None], selection="train")
+
+    def loss(params, x_BTD):
+        return jnp.sum(adapter.apply({"params": params}, x_BTD, call).astype(jnp.float32))
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(params, x_BTD).jaxpr
+    scatters = [e for e in families.equations(jaxpr) if e.primitive.name.startswith("scatter")]
+    assert len(scatters) > 2
+    for equation in scatters:
+        assert equation.params["unique_indices"], equation
+        assert equation.invars[0].aval.dtype != jnp.bfloat16, equation
 
 
 def test_padding_takes_no_slots_and_counts_in_no_statistic():
-    changes = {**INCLUSION, "adapter.slack": 1.0}
-    model, size = families.make(SITE | changes), 4
-    params, tokens_BT = families.random_params(model), families.tokens(batch=2, length=10)
-    positions = np.tile([*range(size), *range(10 - size)], (2, 1))
-    segments = np.tile([0] * size + [1] * (10 - size), (2, 1))
+    adapter, params, x_BTD = adapter_of(**INCLUSION)
+    is_padding_BT = jnp.tile(jnp.arange(LENGTH)[None] < 9, (ROWS, 1))
+    call = Call(jnp.arange(LENGTH)[None], segment_ids_BT=1 - is_padding_BT)
 
-    @families.jit
-    def run(tokens_BT):
-        logits, sown = model.apply(
-            {"params": params}, tokens_BT, positions, segments, mutable=["stats", "losses"]
-        )
-        return logits[:, size:], sown
+    def results(x_BTD):
+        y, sown = adapter.apply({"params": params}, x_BTD, call, mutable=["stats", "losses"])
+        return y[:, 9:], sown
 
-    other_BT = tokens_BT.at[:, :size].set(families.tokens(seed=1, batch=2, length=size))
-    jax.tree.map(np.testing.assert_array_equal, run(tokens_BT), run(other_BT))
+    other_BTD = x_BTD.at[:, :9].add(1.0)
+    jax.tree.map(np.testing.assert_array_equal, results(x_BTD), results(other_BTD))
 
 
-@pytest.mark.parametrize("changes", [{"adapter.gate": True}, {**COMPOSED, "adapter.top_k": 2}])
+@pytest.mark.parametrize("changes", [{"gate": True}, {**COMPOSED, "top_k": 2}])
 def test_gates_are_float32_in_bfloat16_models(changes):
-    """A change of the gate that bfloat16 rounds away moves the logits."""
-    model = families.make(SITE | changes, "bfloat16")
-    params = jax.device_get(families.random_params(model))
-    adapter = params["layers"]["block_0"]["mlp"]["up"]["adapter"]
-    gate = np.float32(jnp.bfloat16(adapter["gate"]))
-    sign = np.random.default_rng(0).choice([-1, 1], gate.shape)
+    """A change of the gate that bfloat16 rounds away changes the output."""
+    adapter, params, x_BTD = adapter_of(jnp.bfloat16, **changes)
+    call = Call(jnp.arange(LENGTH)[None])
+    sign = np.random.default_rng(0).choice([-1, 1], params["gate"].shape)
 
-    @families.jit
-    def run(gate):
-        site = {**params["layers"]["block_0"]["mlp"]["up"], "adapter": {**adapter, "gate": gate}}
-        mlp = {**params["layers"]["block_0"]["mlp"], "up": site}
-        layers = {"block_0": {**params["layers"]["block_0"], "mlp": mlp}}
-        return model.apply({"params": {**params, "layers": layers}}, families.tokens())
+    def output(gate):
+        return np.float32(adapter.apply({"params": {**params, "gate": gate}}, x_BTD, call))
 
-    assert np.any(run(gate) != run(np.float32(gate * (1 + sign * 2.0**-10))))
+    gate = params["gate"].astype(jnp.bfloat16).astype(jnp.float32)
+    assert np.any(output(gate) != output(gate * (1 + sign * 2.0**-10)))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"depth_routing.kind": "mod", "adapter.kind": "lora"},
-        {"family": "encoder_decoder", "adapter.kind": "mlp"},
-    ],
-    ids=["decoder", "encoder_decoder"],
-)
-def test_a_new_adapter_changes_no_bit(changes):
-    """The base's parameters lie at their paths, those of adapters beside them."""
-    changes = {"depth": 1, "depth_routing.every": 1, "width": 16, **changes}
-    base = families.make({**changes, "adapter.kind": "none"})
-    adapted, tokens_BT = families.make(changes), families.tokens(batch=2)
+# ---- models ------------------------------------------------------------------------------------
+
+SITE = {
+    "depth": 1, "width": WIDTH, "attention.num_heads": 2,
+    "adapter.kind": "lora", "adapter.rank": 3, "adapter.scale": 1.5, "adapter.sites": ".*/up",
+}  # fmt: skip
+
+
+def test_the_adapter_is_added_to_its_linear_layer():
+    model = families.make(SITE)
+    params = families.random_params(model)
+    _, sown = families.jit(
+        lambda params: model.apply(
+            {"params": params},
+            families.tokens(),
+            capture_intermediates=lambda module, _: module.name in ("norm_mlp", "up"),
+            mutable=["intermediates"],
+        )
+    )(params)
+    block, layer = (
+        sown["intermediates"]["layers"]["block_0"],
+        params["layers"]["block_0"]["mlp"]["up"],
+    )
+    (u,), (y,) = block["norm_mlp"]["__call__"], block["mlp"]["up"]["__call__"]
+    expected = u @ layer["kernel"] + by_hand(layer["adapter"], u)
+    np.testing.assert_allclose(y, expected, rtol=3e-5, atol=3e-5)
+
+
+def test_a_new_adapter_changes_no_bit():
+    """The base's parameters keep their paths, those of adapters lie beside them."""
+    changes = {"depth": 2, "width": 16, "depth_routing.kind": "mod"}
+    base, tokens_BT = families.make(changes), families.tokens(batch=2)
+    adapted = families.make({**changes, "adapter.kind": "mlp"})
     flat = checkpoint.files.flatten(families.random_params(base))
     new = checkpoint.files.flatten(families.initial(adapted)["params"])
     assert set(flat) < set(new)
     assert all(path[-2] == "adapter" for path in set(new) - set(flat))
 
+    state = families.random_state(base)
+
     @families.jit
     def both(old, new):
-        return base.apply({"params": old}, tokens_BT), adapted.apply({"params": new}, tokens_BT)
+        runs = (base, old), (adapted, new)
+        return [model.apply({"params": params, **state}, tokens_BT) for model, params in runs]
 
     np.testing.assert_array_equal(*both(unflatten_dict(flat), unflatten_dict(new | flat)))
 
@@ -288,27 +299,22 @@ def changed(old, new):
     return {path for path in old if not np.array_equal(old[path], new[path])}
 
 
-def test_the_base_of_an_adapter_keeps_every_bit(runs):
-    base, adapter = params_at(runs / "base"), params_at(runs / "a")
+def test_base_and_experts_of_a_composition_keep_every_bit(runs):
+    """The thresholds of routers too."""
+    base, a, b, composed = (params_at(runs / name) for name in ("base", "a", "b", "compose"))
     weights = {path: base[path] for path in base if path.startswith("params/")}
-    assert not changed(weights, adapter)
-    assert all(np.any(adapter[path]) for path in adapter.keys() - base.keys())
-
-
-def test_a_composition_holds_its_base_and_experts_as_they_are(runs):
-    """The thresholds too, without which it would route nothing."""
-    base, composed = params_at(runs / "base"), params_at(runs / "compose")
-    assert not changed(base, composed)
+    assert not changed(weights, a) and not changed(base, composed)
     assert any(np.any(base[path]) for path in base if path.endswith("quantile"))
-    found = [path for path in composed if "/adapter/" in path]
-    assert {path.rsplit("/", 1)[1] for path in found} == {"down", "up", "gate"}
-    for e, expert in enumerate(params_at(runs / name) for name in "ab"):
-        assert all(np.array_equal(composed[path][e], expert[path]) for path in found)
+    assert all(np.any(a[path]) for path in a.keys() - base.keys()), "the adapter is trained"
+    stacked = [path for path in composed if "/adapter/" in path]
+    assert {path.rsplit("/", 1)[1] for path in stacked} == {"down", "up", "gate"}
+    for e, expert in enumerate((a, b)):
+        assert all(np.array_equal(composed[path][e], expert[path]) for path in stacked)
 
 
 @pytest.mark.slow
 def test_later_stages_train_gates_only(runs, text, tmp_path):
-    """Of a finished adapter, and of a composition, whose training starts from its step 0."""
+    """A finished adapter, and a composition, which starts from its step 0."""
     adapter, composed = params_at(runs / "a"), params_at(runs / "compose")
     gates = {path for path in composed if path.endswith("/gate")}
     start(tmp_path, "gate", "gate", text, **{"init.run": str(runs / "a")})
@@ -324,7 +330,7 @@ def test_entrances_of_scanned_layers_train_alone(text, tmp_path, one_device):
     """Experts of scanned layers are [layer, expert, ...]; evaluation reports their usage."""
     base = start(tmp_path, "base", "", text, train.compose, **PLAIN)  # at step 0
     given = {"init.run": base, **PLAIN}
-    a = start(tmp_path, "a", "adapter", text, train.compose, **{**given, "adapter.gate": True})
+    a = start(tmp_path, "a", "adapter", text, train.compose, **given, **{"adapter.gate": True})
     given |= {"adapter.experts": (a,), "adapter.top_k": 1}
     start(tmp_path, "inclusion", "inclusion", text, **given)
     base, expert, inclusion = (params_at(tmp_path / name) for name in ("base", "a", "inclusion"))
@@ -342,7 +348,7 @@ def test_entrances_of_scanned_layers_train_alone(text, tmp_path, one_device):
 
 
 @pytest.mark.slow
-def test_runs_that_do_not_go_together_are_refused(runs, text, tmp_path):
+def test_runs_that_do_not_fit_together_are_refused(runs, text, tmp_path):
     a, b, base = (str(runs / name) for name in ("a", "b", "base"))
     other = start(tmp_path, "other", "", text, train.compose, seed=5)  # at step 0
     plain = start(tmp_path, "plain", "adapter", text, train.compose, **{"init.run": base})
@@ -364,16 +370,14 @@ def test_runs_that_do_not_go_together_are_refused(runs, text, tmp_path):
 
 LORA = {"adapter.kind": "lora"}
 TWO = {**LORA, "adapter.experts": ("a", "b")}
+ENTRANCES = {**TWO, "adapter.routing": "inclusion"}
+STREAMS = {"family": "encoder_decoder"}
 MOD = {"depth_routing.kind": "mod", "depth_routing.every": 1, "depth_routing.capacity": 0.5}
-BETWEEN_LEVELS = {**families.FAMILIES["latent"].changes, **TWO, "adapter.sites": ".*/residual"}
-# MLPs that compute open tokens alone do not know which tokens these are.
 SKIPPING = {
-    "dropout.kind": "attention",
-    "dropout.sites": ("mlp_output",),
-    "dropout.attention.input": "embedding",
-    "dropout.attention.granularity": "token",
+    "dropout.kind": "attention", "dropout.sites": ("mlp_output",),
+    "dropout.attention.input": "embedding", "dropout.attention.granularity": "token",
     "dropout.attention.skip_tile": 4,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -381,8 +385,9 @@ SKIPPING = {
     [
         ({**LORA, "adapter.sites": ".*/qwery"}, "config.adapter.sites='.*/qwery'"),
         ({**TWO, "adapter.top_k": 3}, "config.adapter.top_k=3"),
-        ({**TWO, **MOD, "adapter.routing": "inclusion"}, "config.adapter.routing='inclusion'"),
-        ({**BETWEEN_LEVELS, "adapter.routing": "inclusion"}, "config.adapter.routing='inclusion'"),
+        ({**ENTRANCES, **MOD}, "config.model.depth_routing.kind='mod'"),
+        ({**ENTRANCES, "family": "latent"}, "config.model.family='latent'"),
+        ({**ENTRANCES, **STREAMS, "adapter.sites": "decoder_input"}, "decoder_input"),
         ({**LORA, **SKIPPING, "adapter.gate": True}, "skip_tile=4"),
     ],
 )
@@ -394,40 +399,36 @@ def test_an_adapted_model_is_not_exported_as_its_base():
     refused(lambda: config_to_hf(families.make(LORA)), "config.adapter.kind='lora'")
 
 
-@pytest.mark.parametrize(
-    "pattern, changes",
-    [
-        (r"layers/block_\d/.*/query", {}),
-        ("layers/block_[13]/.*/query", {"depth_routing.kind": "mod", "depth_routing.every": 2}),
-    ],
-)
-def test_sites_of_scanned_layers_are_those_of_unrolled_ones(pattern, changes):
+def test_sites_of_scanned_layers_are_those_of_unrolled_ones():
     """Or are refused: a scan has one set of adapters for all layers that it computes as one."""
 
     def adapted(pattern, scan_layers):
-        settings = {"depth": 4, "scan_layers": scan_layers, **LORA, **changes}
-        return families.make({**settings, "adapter.sites": pattern})
+        changes = {"depth": 4, "depth_routing.kind": "mod", "scan_layers": scan_layers, **LORA}
+        return families.make({**changes, "adapter.sites": pattern})
 
     def sites(model):
         _, params = models.unroll(model, jax.device_get(families.random_params(model)))
         return {path for path in flatten_dict(params, sep="/") if "/adapter/" in path}
 
-    unrolled = sites(adapted(pattern, False))
-    assert unrolled and sites(adapted(pattern, True)) == unrolled
-    one = "layers/block_1/.*/query"
+    both, one = "layers/block_[13]/.*/query", "layers/block_1/.*/query"
+    unrolled = sites(adapted(both, False))
+    assert unrolled and sites(adapted(both, True)) == unrolled
     refused(lambda: adapted(one, True), one)
 
 
-def test_realised_flops_of_adapters_follow_the_routed_share():
-    changes = {**MOD, **LORA, "adapter.sites": ".*/block_[0-9]+/.*"}
-    changes |= {"depth_routing.kind": "recursion", "depth": 4}
-    model = families.make(changes)
-    routed = [path for path, spec in model.blocks().items() if spec.routing is not None]
+def test_realised_flops_of_adapters_follow_the_routed_fraction():
+    """Those of keys and values of all tokens do not."""
+    steps = {"depth_routing.kind": "recursion", "depth": 4, "adapter.sites": "layers/.*"}
+    keys = {"depth_routing.kv_for_skipped": True, "adapter.sites": ".*/key"}
 
-    def cost(share):
-        shares = {path: (share, share) for path in routed}
+    def adapter_flops(changes, fraction=None):
+        model = families.make({**MOD, **LORA, **changes})
+        routed = [path for path, spec in model.blocks().items() if spec.routing is not None]
+        shares = dict.fromkeys(routed, (fraction, fraction)) if fraction is not None else None
         return model.ledger(16, shares=shares).nominal["adapters"]
 
-    everything = families.make({**changes, "depth_routing.capacity": 1.0}).ledger(16)
-    assert cost(1.0) == everything.nominal["adapters"] > model.ledger(16).nominal["adapters"]
-    assert cost(0.25) - cost(0.0) == pytest.approx((cost(1.0) - cost(0.0)) / 4)
+    none, quarter, everything = (adapter_flops(steps, fraction) for fraction in (0.0, 0.25, 1.0))
+    assert everything == adapter_flops({**steps, "depth_routing.capacity": 1.0})
+    assert everything > adapter_flops(steps) > none
+    assert quarter - none == pytest.approx((everything - none) / 4)
+    assert adapter_flops(keys, 0.25) == adapter_flops(keys) == adapter_flops(keys, 1.0)

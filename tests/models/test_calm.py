@@ -23,19 +23,15 @@ DECODER = {"depth": 3, "attention.num_kv_heads": 2}
 STREAMS = {"family": "encoder_decoder", "width": 24, "depth": 3, "cross_source": "same_layer"}
 MOD = {"preset": "gpt2", "width": 40, "depth": 2, "depth_routing.kind": "mod",
        "depth_routing.capacity": 0.5}  # fmt: skip
+LORA, MLP = {"adapter.kind": "lora"}, {"adapter.kind": "mlp", "adapter.rank": 3}
 CASES = {
     "decoder_reads_two": (DECODER, STREAMS, MOD),
     "streams_read": (STREAMS, DECODER),
-    "mod_reads": (MOD, DECODER),
-    "adapted_read": (
-        {**DECODER, "adapter.kind": "lora"},
-        {**MOD, "adapter.kind": "mlp", "adapter.rank": 3},
-    ),
+    "adapted_mod_reads": ({**MOD, **MLP}, {**DECODER, **LORA}),
 }
 # Of the bridges of a case.
 OPTIONS = {"streams_read": {"qk_norm": "width", "window": 9, "softcap": 5.0}}
-DEFAULT = ("decoder_reads_two", "streams_read")
-every_case = pytest.mark.parametrize("name", families.rows(CASES, set(CASES) - set(DEFAULT)))
+every_case = pytest.mark.parametrize("name", families.rows(CASES, {"adapted_mod_reads"}))
 
 
 @functools.cache
@@ -51,23 +47,18 @@ def forward(name):
     return families.jit(case(name)[0].apply)
 
 
-def fresh(variables):
-    """With the output matrices of bridges at zero, as they start."""
-
-    def one(path, leaf):
-        started = path[1].key.startswith("bridges_") and path[-2].key == "out"
-        return np.zeros_like(leaf) if started else leaf
-
-    return jax.tree_util.tree_map_with_path(one, variables)
-
-
 # ---- the forward pass --------------------------------------------------------------------------
 
 
 @every_case
-def test_fresh_bridges_are_the_anchor_bit_for_bit(name):
+def test_bridges_with_zero_outputs_are_the_anchor_bit_for_bit(name):
     model, variables = case(name)
-    start = fresh(variables)
+
+    def started(path, leaf):
+        is_output = path[1].key.startswith("bridges_") and path[-2].key == "out"
+        return np.zeros_like(leaf) if is_output else leaf
+
+    start = jax.tree_util.tree_map_with_path(started, variables)
     anchor = {kind: tree["anchor_model"] for kind, tree in start.items() if "anchor_model" in tree}
     expected = np.asarray(families.jit(model.anchor_model.apply)(anchor, families.tokens()))
     np.testing.assert_array_equal(forward(name)(start, families.tokens()), expected)
@@ -150,22 +141,19 @@ def test_causal(name):
     assert np.all(changed_BT[later_BT]) and len(CUTS) == BATCH
 
 
-@pytest.mark.parametrize("name", families.rows(CASES, set(CASES) - {"decoder_reads_two"}))
+@every_case
 def test_cached_decoding_is_the_full_forward(name):
-    """A chunk of 7 tokens, then one at a time with padding; of mod_reads by a program for one
-    token."""
+    """A chunk of 7 tokens, then one at a time, with padding."""
     model, variables = case(name)
     step = families.decoder(model, variables, LENGTH)
-    cache, single = models.init_cache(model, BATCH, LENGTH), 1 if name == "mod_reads" else 7
+    cache = models.init_cache(model, BATCH, LENGTH)
     assert any(key.startswith("bridges_") for key in cache)
-    calls = families.chunks(np.full(BATCH, 7), np.full(BATCH, LENGTH), 7, single)
+    calls = families.chunks(np.full(BATCH, 7), np.full(BATCH, LENGTH), 7, 7)
     logits_BTV, _ = families.read(step, cache, families.tokens(), calls)
-    # Bridges read states that no norm has made small, so rounding grows in their scores. The logits
-    # of a wrong cache differ by 0.1 and more.
-    tolerance = 5e-4 if name in ("mod_reads", "adapted_read") else 1e-4
-    np.testing.assert_allclose(
-        logits_BTV, forward(name)(variables, families.tokens()), atol=tolerance
-    )
+    # States that bridges read have no norm, so rounding grows; a wrong cache differs by 0.1.
+    tolerance = 2e-3 if name == "adapted_mod_reads" else 1e-4
+    expected = forward(name)(variables, families.tokens())
+    np.testing.assert_allclose(logits_BTV, expected, atol=tolerance)
 
 
 def test_losses_of_members_are_not_those_of_the_bridged_model():
@@ -179,27 +167,26 @@ def test_losses_of_members_are_not_those_of_the_bridged_model():
 
 
 @pytest.mark.slow
-def test_bridges_train_through_members_with_skipped_tokens():
-    """MLPs that compute open tokens alone have no gradient; those of members compute all tokens."""
+def test_bridges_train_through_members_that_skip_closed_tokens():
+    """MLPs that skip tokens have no gradient; those of members compute all tokens."""
     skipping = {"depth": 2, **SKIPPING}
     masked = {**skipping, "dropout.attention.skip_tile": 0}
     plain, model = (families.bridge(member, {"depth": 2}, pairs=2) for member in (masked, skipping))
-    params, tokens_BT = families.random_params(model), families.tokens()
-
-    def loss(model, bridges, params):
-        logits_BTV = model.apply({"params": {**params, **bridges}}, tokens_BT, train=True)
-        return jnp.mean(jnp.square(logits_BTV))
-
+    params = families.random_params(model)
     bridges = {name: tree for name, tree in params.items() if name.startswith("bridges")}
-    expected, got = (
-        families.jit(jax.value_and_grad(functools.partial(loss, m)))(bridges, params)
-        for m in (plain, model)
-    )
-    assert bridges and max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(got[1])) > 1e-4
-    families.assert_trees_close(expected, got)
+
+    def gradients(model):
+        def loss(bridges):
+            variables = {"params": {**params, **bridges}}
+            return jnp.mean(jnp.square(model.apply(variables, families.tokens(), train=True)))
+
+        return families.jit(jax.grad(loss))(bridges)
+
+    assert max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(gradients(model))) > 1e-4
+    families.assert_trees_close(gradients(plain), gradients(model))
 
 
-@pytest.mark.parametrize("name", DEFAULT)
+@pytest.mark.parametrize("name", ["decoder_reads_two", "streams_read"])
 def test_the_ledger_is_what_is_executed(name):
     """Without padding of the vocabulary, and with attention that visits no masked key; bridges
     visit 10 tokens as one chunk."""
@@ -294,27 +281,18 @@ def test_a_bridged_run_evaluates_and_samples(runs):
 # ---- refusals ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "changes, name",
-    [
-        ({"pairs": 3}, "config.model.pairs=3"),
-        ({"num_heads": 5}, "config.model.num_heads=5"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused_by_name(changes, name):
-    refused(lambda: families.bridge({}, {}, **changes), name)
-
-
-def test_members_without_a_state_for_each_token_are_refused():
-    """Latents of a group may be as many as the tokens of the rows of the check."""
+def test_members_and_settings_that_do_not_fit_are_refused_by_name():
     recursion, latents = (families.FAMILIES[name].changes for name in ("recursion", "latent"))
-    for members, name in (
-        (({}, recursion), "config.model.augment=run_1"),
-        ((latents, {}), "config.model.anchor=run_0"),
-        (({}, latents), "config.model.augment=run_1"),
-        (({}, families.make({}, context=LENGTH // 2)), "config.model.augment=run_1"),
+    short = families.make({}, context=LENGTH // 2)
+    for members, options, name in (
+        (({}, {}), {"pairs": 3}, "config.model.pairs=3"),
+        (({}, {}), {"num_heads": 5}, "config.model.num_heads=5"),
+        (({}, recursion), {}, "config.model.augment=run_1"),
+        ((latents, {}), {}, "config.model.anchor=run_0"),
+        (({}, latents), {}, "config.model.augment=run_1"),
+        (({}, short), {}, "config.model.augment=run_1"),
     ):
-        refused(lambda members=members: families.bridge(*members), name)
+        refused(lambda members=members, options=options: families.bridge(*members, **options), name)
 
 
 def test_runs_that_cannot_be_bridged_are_refused(runs, tmp_path):

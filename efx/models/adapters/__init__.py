@@ -1,1 +1,0 @@
-"""Adapters on finished models, one or several composed (PHATGOOSE): settings, layers, model."""

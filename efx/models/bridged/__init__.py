@@ -1,1 +1,0 @@
-"""Bridges between finished models (CALM): settings, model."""

@@ -1,0 +1,299 @@
+"""CALM: a frozen model that reads layers of other frozen models through trained bridges.
+
+Composition to Augment Language Models (Bansal et al. 2024, arXiv 2401.02412, section 3): the anchor
+B and the augmenting models A read the same tokens. At n evenly spaced pairs of layers (i of A, j of
+B)
+    H_B,j <- H_B,j + CrossAttn(q = H_B,j, kv = H_A,i W_proj),
+and layer j + 1 of B reads the sum. Only the bridges train. Their output projections start at zero,
+so that the bridged model starts as its anchor. Query t sees the states of A at tokens <= t.
+
+Members are models of any family whose layers `layers/block_<i>` run once each and have a state for
+every token. An interceptor of Flax method calls reads and changes the outputs of these layers (the
+decoder stream of an encoder-decoder). Members run unrolled and as in evaluation, without dropout.
+"""
+
+from typing import ClassVar, Literal
+
+import jax.numpy as jnp
+from flax import linen as nn
+
+from efx import flops, means
+from efx.errors import UsageError
+from efx.layers import norms
+from efx.layers.attention import Attention
+from efx.layers.call import Call
+from efx.layers.config import AttentionConfig, DropoutConfig, MuPConfig
+from efx.layers.linear import Linear
+from efx.models.language_model import LanguageModel
+from efx.routing.config import DepthRoutingConfig
+from efx.settings import Count, Natural, NonNegative, Pieces, Places, block, replaced
+
+
+@block("config.model")
+class BridgedConfig:
+    """Finished runs with bridges between them, configs/calm.py."""
+
+    family: Literal["bridged"] = "bridged"
+    context: Places = 0  # longest sequence; 0: data.seq_len
+    anchor: str = ""  # run folder of the model that predicts
+    augment: tuple[str, ...] = ("",)  # run folders of the models that it reads, same tokenizer
+    pairs: Pieces = 2  # evenly spaced layers of each model that a bridge connects
+    # Cross-attention of the bridges, as in `config.model.attention`.
+    num_heads: Count = 4
+    qk_norm: Literal["none", "head", "width"] = "none"
+    window: Natural = 0
+    softcap: NonNegative = 0.0
+    norm: Literal["none", "rmsnorm", "layernorm"] = "none"  # of both inputs of a bridge
+    init_std: NonNegative = 0.02
+
+    causal_in_training: ClassVar[str] = "always"
+    # Settings of other families that the rest of efx reads.
+    scan_layers: ClassVar[bool] = False
+    remat: ClassVar[str] = "none"
+    depth_routing: ClassVar[DepthRoutingConfig] = DepthRoutingConfig()
+    dropout: ClassVar[DropoutConfig] = DropoutConfig()
+    mup: ClassVar[MuPConfig] = MuPConfig()
+
+    @property
+    def member_runs(self):
+        """((key, run folder), ...), the anchor first."""
+        return (("anchor", self.anchor), *(("augment", run) for run in self.augment))
+
+    def attention(self, width):
+        """`AttentionConfig` of bridges to an anchor of this width."""
+        return AttentionConfig(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            head_dim=width // self.num_heads,
+            bias="none",
+            rope_theta=0.0,
+            qk_norm=self.qk_norm,
+            window=self.window,
+            softcap=self.softcap,
+        )
+
+    def resolved(self):
+        if not self.augment:
+            raise UsageError("config.model.augment=(): needs the run folder of at least one model")
+        return self
+
+
+class Bridge(nn.Module):
+    """Cross-attention from a state of the anchor [B, T, D] to one of an augmenting model."""
+
+    attention: AttentionConfig
+    norm: str
+    std: float
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, anchor_BTD, augment_BTD, call):
+        """The increment [B, T, D] of the anchor's state; the two widths may differ."""
+        width = anchor_BTD.shape[-1]
+        if self.norm != "none":
+            options = dict(use_bias=True, eps=1e-5, dtype=self.dtype)
+            anchor_BTD = norms.make_norm(self.norm, **options, name="norm_query")(anchor_BTD)
+            augment_BTD = norms.make_norm(self.norm, **options, name="norm_context")(augment_BTD)
+        project = Linear(width, ("embed", "table"), self.std, dtype=self.dtype, name="project")
+        attention = Attention(
+            config=self.attention,
+            std=self.std,
+            std_out=0.0,
+            norm_eps=1e-5,
+            probs_dropout=None,
+            dtype=self.dtype,
+            width=width,
+            name="attention",
+        )
+        return attention(anchor_BTD, call, (project(augment_BTD), None))
+
+
+class Bridged(LanguageModel):
+    """Tokens to logits; see `efx.models` for the contract and `BridgedConfig` for each setting.
+
+    `build.py` makes the members from their run folders; `efx.checkpoint.start` restores their
+    parameters.
+    """
+
+    anchor_model: nn.Module = None
+    augment_models: tuple = ()
+
+    @classmethod
+    def of(cls, members, config, vocab_size, dtype):
+        """The model of these members, the anchor first."""
+        if len(members) != 1 + len(config.augment):
+            raise UsageError(
+                "config.model.family='bridged' needs run folders: config.model.anchor and "
+                "config.model.augment"
+            )
+        _check_members(config, members)
+        anchor, *augment = map(_without_skips, members)
+        return cls(config, vocab_size, dtype, anchor_model=anchor, augment_models=tuple(augment))
+
+    @property
+    def members(self):
+        """See `Model.members`. The output layers of augmenting models are not used."""
+        augment = {f"augment_models_{i}": (m, "head/.*") for i, m in enumerate(self.augment_models)}
+        return {"anchor_model": (self.anchor_model, "")} | augment
+
+    def setup(self):
+        c = self.config
+        attention = c.attention(self.anchor_model.config.width)
+        # bridges_<a * pairs + k>: from augmenting model a at pair k.
+        self.bridges = [
+            Bridge(attention, c.norm, c.init_std, self.dtype)
+            for _ in range(len(self.augment_models) * c.pairs)
+        ]
+
+    def features(
+        self,
+        tokens_BT,
+        positions_BT=None,
+        segment_ids_BT=None,
+        train=False,
+        decode=False,
+        cache_size=0,
+    ):
+        """The anchor's normalised state [B, T, D], see `Model.features`; `train` has no effect."""
+        arguments = tokens_BT, positions_BT, segment_ids_BT, False, decode, cache_size
+        states = [self._states(model, arguments) for model in self.augment_models]
+        pair_of_layer = {j: k for k, j in enumerate(self._bridged_layers(self.anchor_model))}
+
+        def add_bridges(layer, h_BTD, call):
+            if layer not in pair_of_layer:
+                return h_BTD
+            pair, delta_BTD = pair_of_layer[layer], jnp.zeros_like(h_BTD)
+            for a in range(len(self.augment_models)):
+                bridge = self.bridges[a * self.config.pairs + pair]
+                delta_BTD = delta_BTD + bridge(h_BTD, states[a][pair], call)
+            return h_BTD + delta_BTD
+
+        # Bridges train by the cross-entropy alone, not by the losses of the anchor's routers.
+        hook = nn.intercept_methods(LayerHook(self.anchor_model.path, add_bridges))
+        with hook, means.without_losses():
+            return self.anchor_model.features(*arguments)
+
+    def _states(self, model, arguments):
+        """States [B, T, D] of an augmenting model after each of its bridged layers."""
+        outputs = {}
+
+        def record(layer, h_BTD, call):
+            outputs[layer] = h_BTD
+            return h_BTD
+
+        hook = nn.intercept_methods(LayerHook(model.path, record))
+        with hook, means.without_losses():
+            model.features(*arguments)
+        return [outputs[layer] for layer in self._bridged_layers(model)]
+
+    def _bridged_layers(self, model):
+        """The layers before the bridges, `pairs` of them, evenly spaced; the last is one."""
+        pairs, depth = self.config.pairs, len(model.specs())
+        return [-(-(k + 1) * depth // pairs) - 1 for k in range(pairs)]
+
+    def logits(self, x):
+        return self.anchor_model.logits(x)
+
+    @nn.nowrap
+    def head_params(self, params):
+        return self.anchor_model.head_params(params["anchor_model"])
+
+    @nn.nowrap
+    def sum_head_gradients(self, gradients):
+        return self.anchor_model.sum_head_gradients(gradients)
+
+    @nn.nowrap
+    def head_fn(self, head_params, x_ND):
+        return self.anchor_model.head_fn(head_params, x_ND)
+
+    @nn.nowrap
+    def specs(self):
+        """No layers: those of the members are the members' own."""
+        return ()
+
+    @nn.nowrap
+    def ledger(self, length, selection="train", shares=None):
+        """Nominal FLOPs of one sequence, members as in evaluation.
+
+        Training costs less than three times as much: frozen parameters need no gradients."""
+        c, width = self.config, self.anchor_model.config.width
+        pairs = flops.causal_pairs(length, c.window)
+        parts = [self.anchor_model.ledger(length, "causal").nominal]
+        for model in self.augment_models:
+            parts.append({**model.ledger(length, "causal").nominal, "head": 0})
+            bridge = flops.matmul(length, model.config.width, width)
+            bridge += 4 * flops.matmul(length, width, width)
+            scores = flops.attention_scores(pairs, c.num_heads, width // c.num_heads)
+            parts += [{"bridges": bridge, "attention_scores": scores}] * c.pairs
+        return flops.Ledger(length, flops.add(parts))
+
+
+class LayerHook:
+    """Interceptor that replaces the output h of each layer of a model by hook(layer, h, call).
+
+    Args:
+      path: of the model. hook: (number of the layer, h [B, T, D], its `Call`) -> h.
+    """
+
+    def __init__(self, path, hook):
+        self._path, self._hook, self._inside = path, hook, False
+
+    def __call__(self, next_fun, args, kwargs, context):
+        below = context.module.path[len(self._path) :]
+        is_layer = (
+            context.method_name == "__call__"
+            and context.module.path[: len(self._path)] == self._path
+            and len(below) == 2
+            and below[0] == "layers"
+            and below[1].startswith("block_")
+        )
+        # A layer and its block have one path: the outer call is the layer's.
+        if not is_layer or self._inside:
+            return next_fun(*args, **kwargs)
+        self._inside = True
+        try:
+            out = next_fun(*args, **kwargs)
+        finally:
+            self._inside = False
+        call = next(value for value in args if isinstance(value, Call))
+        layer = int(below[1].removeprefix("block_"))
+        if isinstance(out, tuple):  # two streams
+            return (*out[:-1], self._hook(layer, out[-1], call))
+        return self._hook(layer, out, call)
+
+
+def _without_skips(member):
+    """The member with all tokens in its MLPs: skipping closed tokens changes no result, but has no
+    gradient, which the bridges need."""
+    if not member.config.dropout.skips:
+        return member
+    return member.clone(config=replaced(member.config, {"dropout.attention.skip_tile": 0}))
+
+
+def _check_members(c, members):
+    """UsageError unless a resolved `BridgedConfig` and the models of its runs fit together."""
+    for (key, run), model in zip(c.member_runs, members, strict=True):
+        where = f"config.model.{key}={run}"
+        if model.members:
+            raise UsageError(f"{where}: is itself made of other runs; use a run of one model")
+        if model.context < c.context:
+            raise UsageError(
+                f"{where}: its context is {model.context} tokens, less than {c.context} here; "
+                "lower config.data.seq_len"
+            )
+        family, routing = model.config.family, model.config.depth_routing.kind
+        if family == "latent" or routing == "recursion":
+            raise UsageError(
+                f"{where}: a {type(model).__name__} cannot have bridges, because its layers do not "
+                "run once each, one after another, with a state for each token"
+            )
+        if not 1 <= c.pairs <= len(model.specs()):
+            raise UsageError(
+                f"config.model.pairs={c.pairs}: must be from 1 to {len(model.specs())}, the layers "
+                f"of {where}"
+            )
+    width = members[0].config.width
+    if width % c.num_heads:
+        raise UsageError(
+            f"config.model.num_heads={c.num_heads}: must divide the anchor's width, {width}"
+        )
