@@ -6,13 +6,14 @@ Raposo et al. 2024 (arXiv 2404.02258, on MoDE), which names two forms:
     staged (default)   every second block is a Mixture-of-Depths block, and the MLP of every block
                        a Mixture of Experts: a token first competes for the block, attention
                        included, then chooses experts among the tokens that got in
-    integrated         no Mixture-of-Depths; experts' routers also offer no-op experts, where a
-                       token keeps its residual. Attention sees every token
+    integrated         no Mixture-of-Depths; routers also select no-op experts, where a token
+                       keeps its residual. Attention sees every token
 Knobs: `config.model.depth_routing` as in configs/mod.py, `config.model.mlp.moe` as in
 configs/moe.py; of these for the integrated form
     num_noop           number of no-op experts. With as many as experts, half of the assignments
                        are free if the load is balanced: `load_balance` counts a no-op like any
-                       expert
+                       expert (a mean over layers: for the convention of papers see
+                       configs/moe.py)
     top_k, renormalise 1 and False: one choice, an expert or none, weighted by its probability,
                        from which the router learns the cost of skipping
     capacity_factor    slots of an expert over its mean load of k T / (E + num_noop) choices, so

@@ -399,7 +399,7 @@ class _Run:
         self.prompt_tokens = sum(map(len, texts))
         self.new_tokens = self.slides = 0
         self.seconds = dict.fromkeys(("compile", "prefill", "decode"), 0.0)
-        names = ("routed", "reached", "overflow", "taken", "dropped")
+        names = ("routed", "reached", "overflow", "admitted", "dropped")
         self.counts = {
             name: collections.defaultdict(lambda: np.zeros(sampler.batch_size)) for name in names
         }  # of each block, of each row
@@ -491,9 +491,9 @@ class _Run:
 
     def statistics(self):
         """`Sampler.stats`."""
-        taken, dropped, overflow = (
+        admitted, dropped, overflow = (
             round(sum(map(np.sum, self.counts[name].values())))
-            for name in ("taken", "dropped", "overflow")
+            for name in ("admitted", "dropped", "overflow")
         )
         stats = {
             **{name: getattr(self, name) for name in ("prompt_tokens", "new_tokens", "slides")},
@@ -501,8 +501,8 @@ class _Run:
             "tokens_per_second": self.new_tokens / max(self.seconds["decode"], 1e-9),
             "cache_bytes": sum(value.nbytes for value in jax.tree.leaves(self.cache)),
             "expert_overflow": dropped,
-            "expert_choices": dropped + taken,
-            "computed_choices_by_row": dict(self.counts["taken"]),
+            "expert_choices": dropped + admitted,
+            "computed_choices_by_row": dict(self.counts["admitted"]),
             "routed_by_row": dict(self.counts["routed"]),
         }
         if routed := self.counts["routed"]:

@@ -22,7 +22,7 @@ from efx.config import config_of_run
 from efx.data import load_tokenizer
 from efx.data.subset import Subset
 from efx.errors import UsageError
-from efx.routing import plans
+from efx.layers.moe import largest_indices
 from efx.runfolder import TOKENIZER_FILE
 
 # What experts have in common, but for how it is computed: parameters of one shape may be those of
@@ -37,7 +37,7 @@ def log_weights(distances_BE, tau, top_k):
     Of equally near experts the first are chosen. tau > 0; 1 <= top_k <= E.
     """
     scores_BE = -distances_BE.astype(jnp.float32) / tau
-    best_BC = plans.best(scores_BE, top_k)
+    best_BC = largest_indices(scores_BE, top_k)
     chosen_BE = jnp.any(jax.nn.one_hot(best_BC, scores_BE.shape[1], dtype=bool), axis=1)
     return jax.nn.log_softmax(jnp.where(chosen_BE, scores_BE, -jnp.inf), axis=-1)
 

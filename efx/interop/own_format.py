@@ -152,7 +152,7 @@ def _moe(c):
         router=moe.router,
         top_k=moe.top_k,
         renormalise=moe.renormalise,
-        rate=moe.budget(c.context, "causal").fraction,
+        rate=moe.rate(),
     )
 
 

@@ -118,7 +118,7 @@ def _counts(cache):
     for path, value in jax.tree_util.tree_leaves_with_path(cache):
         if path[-1].key == "routed":
             routed[label("/".join(key.key for key in path[:-1]))] = value
-        elif path[-1].key == "taken" and path[-2].key != _ADAPTER:
+        elif path[-1].key == "admitted" and path[-2].key != _ADAPTER:
             computed = computed + jnp.sum(value, axis=1)
     return routed, computed
 

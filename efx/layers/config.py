@@ -10,7 +10,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from efx.errors import UsageError
-from efx.routing import plans
+from efx.routing import selection
 from efx.settings import (
     AtLeastOne,
     Count,
@@ -159,13 +159,14 @@ class MoEConfig:
     # A token picks its top_k experts, or ("expert_choice") experts pick tokens, which looks ahead.
     router: Literal["token_choice", "expert_choice"] = "token_choice"
     top_k: Count = 2  # token_choice: experts a token goes to
-    # token_choice: the weights of the chosen experts sum to one. With top_k=1 they then are one,
+    # token_choice: the weights of the selected experts sum to one. With top_k=1 they then are one,
     # and the router learns from its losses only; False keeps the probabilities, as Switch does.
     renormalise: bool = True
-    # token_choice: an expert has room for ceil(k T factor / (E + num_noop)) tokens of a sequence.
+    # token_choice: rate k factor / (E + num_noop) of the tokens that an expert computes at most,
+    # see `selection.admit`.
     capacity_factor: Positive = 1.25
-    capacity: Fraction = 0.25  # expert_choice: fraction of a sequence that an expert takes
-    slack: AtLeastOne = 2.0  # expert_choice: room of the causal decision, over the capacity
+    capacity: Fraction = 0.25  # expert_choice: fraction of a sequence that an expert computes
+    slack: AtLeastOne = 2.0  # expert_choice: the causal rate is capacity * slack
     num_shared: Natural = 0  # experts that see every token, as one MLP of so many times the width
     num_noop: Places = 0  # token_choice: experts that compute nothing
     # token_choice: fraction of the choices that experts compute, by which FLOPs are counted; as
@@ -206,21 +207,17 @@ class MoEConfig:
         """Whether the selection in training depends on later tokens."""
         return self.router == "expert_choice"
 
-    def budget(self, length, selection, documents=None):
-        """`plans.Budget` of one expert: of a sequence of `length`, or of each document of it.
-
-        Args:
-          selection: as in `Mode`: "train" or "causal".
-        """
+    def rate(self):
+        """Fraction of a sequence that one expert computes at most under a causal selection."""
         if self.router == "token_choice":
-            fraction = self.top_k * self.capacity_factor / self.choices
-        else:
-            fraction = self.capacity * (1 if selection == "train" else self.slack)
-        return plans.Budget(fraction, length, documents)
+            return self.top_k * self.capacity_factor / self.choices
+        return self.capacity * self.slack
 
-    def slots(self, length, selection):
-        """C: tokens of a sequence of `length` that one expert has room for, at most all."""
-        return self.budget(length, selection).size
+    def slots(self, length, mode):
+        """C: the slots of one expert for a sequence of `length`; mode: "train" or "causal"."""
+        if self.looks_ahead and mode == "train":
+            return selection.num_slots(self.capacity, length)
+        return selection.num_causal_slots(self.rate(), length)
 
     def in_block(self, index):
         return index % self.every == self.every - 1

@@ -1,32 +1,41 @@
 """Mixture of Experts in place of a block's MLP: experts of static capacity behind a router.
 
 Token choice (Shazeer et al. 2017, arXiv 1701.06538; Fedus et al. 2021, arXiv 2101.03961): with
-p = softmax(x W) a token goes to the k experts of largest p,
-    y_t = sum over chosen e of w_te MLP_e(x_t),   w = p renormalised over the chosen.
-An expert has room for C tokens of a sequence and serves them in time order; who comes later gets
-nothing from it. What a token gets so depends on earlier tokens only.
+p = softmax(x W) a token selects the k experts of largest p,
+    y_t = sum over selected e of w_te MLP_e(x_t),   w = p, renormalised over the selected.
 
-Expert choice (Zhou et al. 2022, arXiv 2202.09368): an expert takes the C tokens of a sequence with
-its largest logits, which looks ahead. Here it gets the causal form that Mixture-of-Depths has:
-the gate is sigmoid(logit), and evaluation and sampling decide by logit > 0.
+Expert choice (Zhou et al. 2022, arXiv 2202.09368): an expert selects the C tokens of a sequence
+with its largest logits, which looks ahead. Here it gets the causal form that Mixture-of-Depths has:
+the gate is sigmoid(logit), and evaluation and sampling select by logit > 0.
+
+Under a causal selection an expert computes at most ceil(rate (t + 1)) + HEADROOM of the tokens 0..t
+of a sequence, the earlier first (`selection.admit`); it drops the others, which get nothing from
+it. So the logits of a prefix depend on its tokens alone.
 """
+
+import functools
+import logging
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 
 from efx import means
-from efx.layers import kv_cache
 from efx.layers.config import MoEConfig
 from efx.layers.linear import broadcast, projection
 from efx.layers.mlp import MLP, activate
 from efx.layers.report import choices_requested, sow_choice
 from efx.parameter import parameter
-from efx.routing import plans
+from efx.routing import admission, selection
 from efx.sharding import constrain, exchange
 
 ROUTER_STD = 0.02
+# Axes of [E, B, C, D]: each device gathers the tokens of its own rows, then sends them to the
+# device of their expert.
+BY_ROW = None, "batch", None, "act_embed"
+BY_EXPERT = "act_expert", "expert_batch", None, "act_embed"
 
 
 class ExpertLinear(nn.Module):
@@ -40,32 +49,34 @@ class ExpertLinear(nn.Module):
     dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, x, experts_C=None):
-        """[E, C, D] -> [E, C, F], or, with `experts_C`, [C, D] -> [C, F], row i by its expert."""
+    def __call__(self, x, expert_C=None):
+        """[E, C, D] -> [E, C, F]; or [C, D] -> [C, F] with the expert of each row in `expert_C`."""
 
         def param(name, init, axes, *shape):
-            axes = "expert", *axes
-            value = parameter(self, name, init, (self.num_experts, *shape), axes)
-            if experts_C is not None:
-                value = value.at[experts_C].get(mode="clip")
+            value = parameter(self, name, init, (self.num_experts, *shape), ("expert", *axes))
+            # Reads the weights of these experts only.
+            value = value if expert_C is None else value.at[expert_C].get(mode="clip")
             return value.astype(self.dtype)
 
         init = nn.initializers.normal(self.std) if self.std else nn.initializers.zeros
         kernel = param("kernel", init, self.axes, x.shape[-1], self.features)
         x = x.astype(self.dtype)
-        if experts_C is None:
+        if expert_C is None:
             y = projection(jnp.einsum("ECD,EDF->ECF", x, kernel))
         else:
             y = jnp.einsum("CD,CDF->CF", x, kernel)
         if self.use_bias:
             bias = param("bias", nn.initializers.zeros, self.axes[1:], self.features)
-            y = y + broadcast(bias[:, None] if experts_C is None else bias, y.shape)
+            y = y + broadcast(bias[:, None] if expert_C is None else bias, y.shape)
         return y
 
 
 class Experts(nn.Module):
-    """E independent MLPs, stacked. Fields as in `MLP`; see `ExpertLinear` for the two forms.
-    `features` is the width of the result; 0: that of x."""
+    """E independent MLPs, stacked. Inputs as of `ExpertLinear`, fields as of `MLP`.
+
+    Attributes:
+      features: width of the result; 0: that of x.
+    """
 
     num_experts: int
     hidden: int
@@ -77,35 +88,33 @@ class Experts(nn.Module):
     features: int = 0
 
     @nn.compact
-    def __call__(self, x, experts_C=None):
+    def __call__(self, x, expert_C=None):
         def linear(name, features, axes, std):
             return ExpertLinear(
                 self.num_experts, features, axes, std, self.use_bias, self.dtype, name=name
             )
 
         def inward(name):
-            return linear(name, self.hidden, ("embed", "mlp"), self.std)(x, experts_C)
+            return linear(name, self.hidden, ("embed", "mlp"), self.std)(x, expert_C)
 
         h = activate(self.activation, inward)
-        if experts_C is None:
+        if expert_C is None:
             h = constrain(h, "act_expert", "expert_batch", "act_mlp")
-        features = self.features or x.shape[-1]
-        # A width of its own is not split over devices.
+        # Devices do not split a width other than that of x.
         axes = "mlp", "norm" if self.features else "embed"
-        return linear("down", features, axes, self.std_out)(h, experts_C)
+        return linear("down", self.features or x.shape[-1], axes, self.std_out)(h, expert_C)
 
 
 class MoE(nn.Module):
-    """x [B, T, D] -> [B, T, D], zero for a token that no expert serves.
+    """x [B, T, D] -> [B, T, D]: shared experts, and the experts that compute a token.
 
     Sows the losses `load_balance` and `router_z` (token choice) or `expert_bce` (expert choice),
-    averaged over valid tokens, and diagnostics `moe/...` into `stats`. Padding, and empty slots
-    of a depth-routed block, take no room and count in nothing. Each document of a packed row has
-    its own share of an expert's slots.
+    means over valid tokens, and statistics `moe/...`. Padding and unused slots of a depth-routed
+    block are invalid. The cache counts the `admitted` tokens [B, E] and the `dropped` [B].
 
     Attributes:
       hidden: F of one expert; the others as in `MLP`.
-      router_std: of what the router starts from.
+      router_std: standard deviation of the router's initial weights.
     """
 
     config: MoEConfig
@@ -120,195 +129,258 @@ class MoE(nn.Module):
     @nn.compact
     def __call__(self, x_BTD, call):
         c = self.config
+        if call.train:
+            warn_if_router_is_untrained(c)
         options = (self.activation, self.use_bias, self.std, self.std_out, self.dtype)
         experts = Experts(c.num_experts, self.hidden, *options, name="experts")
-        # Starting at zero would send every token to the first experts.
+        # A router of zeros would send every token to the first experts.
         init, shape = nn.initializers.normal(self.router_std), (x_BTD.shape[-1], c.choices)
         router_DE = parameter(self, "router", init, shape, ("norm", None))
+        highest = jax.lax.Precision.HIGHEST
         logits_BTE = jnp.einsum(
-            "BTD,DE->BTE",
-            x_BTD.astype(jnp.float32),
-            router_DE,
-            precision=jax.lax.Precision.HIGHEST,
+            "BTD,DE->BTE", x_BTD.astype(jnp.float32), router_DE, precision=highest
         )
         self.sow("intermediates", "router_logits", logits_BTE)
-        valid_BT = call.real(x_BTD.shape[0])
-        if c.router == "token_choice":
-            best, wanted_BTE, weight_BTE = self._choose(logits_BTE, valid_BT, call)
-        else:
-            best, weight_BTE = None, jax.nn.sigmoid(logits_BTE)
-            wanted_BTE = (logits_BTE > 0) & valid_BT[..., None]
+        y_BTD = jnp.zeros(x_BTD.shape, jnp.float32)
         if c.num_shared:
-            start_BTD = MLP(c.num_shared * self.hidden, *options, name="shared")(x_BTD, call)
-        else:
-            start_BTD = jnp.zeros(x_BTD.shape, self.dtype)
+            y_BTD += MLP(c.num_shared * self.hidden, *options, name="shared")(x_BTD, call)
+        if call.selection != "off" or not c.num_noop:
+            choose = self._token_choice if c.router == "token_choice" else self._expert_choice
+            y_BTD += choose(experts, x_BTD, logits_BTE, call)
+        return constrain(y_BTD.astype(self.dtype), "batch", "length", "act_embed")
+
+    def _token_choice(self, experts, x_BTD, logits_BTE, call):
+        c, (batch, length, width) = self.config, x_BTD.shape
+        expert_BTK, weight_BTK = choose_experts(logits_BTE, c.top_k, c.renormalise)
+        valid_BT = call.real(batch)
+        # No-op experts have no entry.
+        is_choice_BTKE = jax.nn.one_hot(expert_BTK, c.num_experts, dtype=bool)
+        is_choice_BTKE = is_choice_BTKE & valid_BT[..., None, None]
+        selected_BTE = jnp.any(is_choice_BTKE, axis=2)
+        admitted_BTE = self._admit(selected_BTE, call)
+        is_admitted_BTKE = is_choice_BTKE & admitted_BTE[:, :, None]
+        weight_BTK = jnp.where(jnp.any(is_admitted_BTKE, axis=-1), weight_BTK, 0.0)
+        self._report_token_choice(logits_BTE, expert_BTK, selected_BTE, admitted_BTE, valid_BT)
+        if choices_requested(self):
+            weight_BTE = jnp.sum(jnp.where(is_admitted_BTKE, weight_BTK[..., None], 0.0), axis=2)
+            self._report_choices(selected_BTE, admitted_BTE, weight_BTE, call)
+            if c.num_noop:
+                sow_choice(self, "noop", jnp.sum(expert_BTK >= c.num_experts, axis=-1), call)
+        if call.decode and length == 1 and batch * c.top_k < c.num_experts:
+            # So few rows read the weights of their own experts only.
+            y_CD = experts(jnp.repeat(x_BTD[:, 0], c.top_k, axis=0), expert_BTK.reshape(-1))
+            y_BTKD = y_CD.reshape(batch, 1, c.top_k, width)
+            return jnp.sum(selection.weighted(y_BTKD, weight_BTK), axis=2)
+
+        def compute(experts, index_EBC):
+            return sum_over_choices(experts, x_BTD, index_EBC, expert_BTK, weight_BTK)
+
+        return self._compute(experts, compute, admitted_BTE, x_BTD, call)
+
+    def _expert_choice(self, experts, x_BTD, logits_BTE, call):
+        valid_BT = call.real(x_BTD.shape[0])
+        selected_BTE = (logits_BTE > 0) & valid_BT[..., None]
+        computed_BTE = admitted_BTE = self._admit(selected_BTE, call)
+        if not call.decode:
+            topk_BTE = self._select_topk(jax.lax.stop_gradient(logits_BTE), valid_BT, call)
+            computed_BTE = topk_BTE if call.looks_ahead else admitted_BTE
+            masks = selected_BTE, admitted_BTE, topk_BTE, computed_BTE
+            self._report_expert_choice(logits_BTE, *masks, valid_BT)
+        weight_BTE = jnp.where(computed_BTE, jax.nn.sigmoid(logits_BTE), 0.0)
+        self._report_choices(selected_BTE, computed_BTE, weight_BTE, call)
+
+        def compute(experts, index_EBC):
+            return sum_over_experts(experts, x_BTD, index_EBC, weight_BTE)
+
+        return self._compute(experts, compute, computed_BTE, x_BTD, call)
+
+    def _select_topk(self, scores_BTE, valid_BT, call):
+        def select(scores_BT):
+            segments_BT = call.segment_ids_BT
+            return selection.select_topk(scores_BT, self.config.capacity, valid_BT, segments_BT)
+
+        return jax.vmap(select, in_axes=2, out_axes=2)(scores_BTE)
+
+    def _admit(self, selected_BTE, call):
+        """Mask of the selected tokens under the causal limit of each expert."""
+        rate, length = self.config.rate(), selected_BTE.shape[1]
         if call.decode:
-            return self._decode(start_BTD, x_BTD, best, wanted_BTE, weight_BTE, experts, call)
-        plan = self._plan(logits_BTE, wanted_BTE, valid_BT, call)
-        self._report_choices(plan, best, wanted_BTE, weight_BTE, call)
-        return _compute(start_BTD, x_BTD, best, weight_BTE, plan, experts)
+            names = "admitted", "dropped"
+            return admission.admit_new_tokens(self, selected_BTE, rate, call, names)[0]
+        admitted_BTE = selection.admit(selected_BTE, rate, call)
+        # A packed row of many documents may have more tokens than slots.
+        slots = self.config.slots(length, "causal")
+        return admitted_BTE & (jnp.cumsum(admitted_BTE, axis=1) <= slots)
 
-    def _choose(self, logits_BTE, valid_BT, call):
-        """Token choice: (the k choices of each token [B, T, k], which experts it wants, with which
-        weights); what is wanted and weighed are the experts without the no-op ones."""
-        c = self.config
-        probs_BTE = jax.nn.softmax(logits_BTE, axis=-1)
-        best = plans.best(jax.lax.stop_gradient(logits_BTE), c.top_k)
-        chosen_BTE = jnp.any(jax.nn.one_hot(best, c.choices, dtype=bool), axis=-2)
-        weight_BTE = jnp.where(chosen_BTE, probs_BTE, 0.0)
-        if c.renormalise:
-            weight_BTE = weight_BTE / jnp.sum(weight_BTE, axis=-1, keepdims=True)
-        chosen_BTE = chosen_BTE & valid_BT[..., None]
-        self._report_token_choice(logits_BTE, chosen_BTE, valid_BT, call)
-        return best, chosen_BTE[..., : c.num_experts], weight_BTE[..., : c.num_experts]
+    def _compute(self, experts, compute, computed_BTE, x_BTD, call):
+        """The sum [B, T, D] that `compute(experts, index_EBC)` returns for the tokens of a mask."""
+        length = x_BTD.shape[1]
+        slots = self.config.slots(length, "train" if call.looks_ahead else "causal")
+        if not call.decode or slots == length or self.is_initializing():
+            return compute(experts, jax.vmap(selection.compact, (2, None))(computed_BTE, slots))
 
-    def _budget(self, length, selection, call):
-        return self.config.budget(length, selection, call.documents())
+        def add_round(experts, index_EBC, y_BTD):
+            return y_BTD + compute(experts, index_EBC)
 
-    def _report_token_choice(self, logits_BTE, chosen_BTE, valid_BT, call):
+        # Of a later chunk an expert may compute more tokens than of the first.
+        start_BTD = jnp.zeros(x_BTD.shape, jnp.float32)
+        return selection.in_rounds(experts, computed_BTE, slots, start_BTD, add_round)
+
+    # ---- losses and statistics ----
+
+    def _report_token_choice(self, logits_BTE, expert_BTK, selected_BTE, admitted_BTE, valid_BT):
         if not means.wanted(self):
             return
-        c, length = self.config, logits_BTE.shape[1]
+        c = self.config
         log_probs_BTE = jax.nn.log_softmax(logits_BTE, axis=-1)
         probs_BTE = jnp.exp(log_probs_BTE)
-        # No-op experts are balanced like the others: each gets its share of the tokens.
-        share = means.over(chosen_BTE / c.top_k, valid_BT)
-        probability = means.over(probs_BTE, valid_BT)
-        both = means.Mean(jnp.stack([share.total, probability.total]), share.count, _balance)
+        # No-op experts are balanced like the others.
+        chosen_BTE = jnp.sum(jax.nn.one_hot(expert_BTK, c.choices), axis=2)
+        load = means.over(chosen_BTE / c.top_k, valid_BT)
+        both = jnp.stack([load.total, means.over(probs_BTE, valid_BT).total])
         z_BT = jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1))
-        means.sow(self, "losses", "load_balance", both)
+        means.sow(self, "losses", "load_balance", means.Mean(both, load.count, load_balance))
         means.sow(self, "losses", "router_z", means.over(z_BT, valid_BT))
-        wanted_BTE = chosen_BTE[..., : c.num_experts]
-        dropped = _surplus(wanted_BTE, self._budget(length, "causal", call))
-        entropy_BT = -jnp.sum(probs_BTE * log_probs_BTE, axis=-1)
-        busy, idle = share.total[: c.num_experts], share.total[c.num_experts :]
+        expert_load, noop_load = jnp.split(load.total, [c.num_experts])
+        dropped, computed = (
+            jnp.sum(mask_BTE, dtype=jnp.float32) / c.top_k
+            for mask_BTE in (selected_BTE & ~admitted_BTE, admitted_BTE)
+        )
         for name, mean in {
-            "dropped_fraction": means.Mean(dropped / c.top_k, share.count),
-            "entropy": means.over(entropy_BT, valid_BT),
-            "max_load": means.Mean(c.choices * busy, share.count, jnp.max),
-            "noop_fraction": means.Mean(jnp.sum(idle), share.count),
-            "computed_fraction": means.Mean(jnp.sum(busy) - dropped / c.top_k, share.count),
+            "dropped_fraction": means.Mean(dropped, load.count),
+            "entropy": means.over(-jnp.sum(probs_BTE * log_probs_BTE, axis=-1), valid_BT),
+            "max_load": means.Mean(c.choices * expert_load, load.count, jnp.max),
+            "noop_fraction": means.Mean(jnp.sum(noop_load), load.count),
+            "computed_fraction": means.Mean(computed, load.count),
         }.items():
             means.sow(self, "stats", f"moe/{name}", mean)
 
-    def _plan(self, logits_BTE, wanted_BTE, valid_BT, call):
-        """Plan of the tokens of each expert, [E, B, C]."""
-        length = logits_BTE.shape[1]
-        causal = self._budget(length, "causal", call)
-        plan = plans.for_each_expert(causal.first, wanted_BTE)
-        if self.config.router == "token_choice":
-            return plan
-        ahead = self._budget(length, "train", call)
-        top = plans.for_each_expert(ahead.top, jax.lax.stop_gradient(logits_BTE), valid_BT)
-        run = top if call.looks_ahead else plan
-        self._report_expert_choice(logits_BTE, wanted_BTE, valid_BT, top, run, causal)
-        return run
-
-    def _report_expert_choice(self, logits_BTE, wanted_BTE, valid_BT, top, run, causal):
-        """`top`: the plan that looks ahead, target of the decision; `run`: the executed one."""
+    def _report_expert_choice(
+        self, logits_BTE, selected_BTE, admitted_BTE, topk_BTE, computed_BTE, valid_BT
+    ):
         if not means.wanted(self):
             return
-        length = logits_BTE.shape[1]
-        target_BTE = plans.selected_by_experts(top, length)
-        bce_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, target_BTE.astype(jnp.float32))
-        bce = means.over(jnp.mean(bce_BTE, axis=-1), valid_BT)
-        means.sow(self, "losses", "expert_bce", bce)
-        load = means.over(wanted_BTE.astype(jnp.float32), valid_BT)
-        dropped = _surplus(wanted_BTE, causal)
-        correct_BT = jnp.mean(wanted_BTE == target_BTE, axis=-1)
+        # The causal selection learns to predict the top-k.
+        bce_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, topk_BTE.astype(jnp.float32))
+        means.sow(self, "losses", "expert_bce", means.over(jnp.mean(bce_BTE, axis=-1), valid_BT))
+        load = means.over(selected_BTE.astype(jnp.float32), valid_BT)
+        dropped = jnp.sum(selected_BTE & ~admitted_BTE, dtype=jnp.float32)
         entropy_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, jax.nn.sigmoid(logits_BTE))
-        unserved_BT = ~jnp.any(plans.selected_by_experts(run, length), axis=-1)
+        correct_BT = jnp.mean(selected_BTE == topk_BTE, axis=-1)
+        unserved_BT = ~jnp.any(computed_BTE, axis=-1)
         for name, mean in {
             "dropped_fraction": means.Mean(dropped, jnp.sum(load.total)),
             "entropy": means.over(jnp.mean(entropy_BTE, axis=-1), valid_BT),
-            "max_load": load.replace(function=_busiest),
+            "max_load": load.replace(function=max_over_mean),
             "decided_fraction": load.replace(total=jnp.mean(load.total)),
             "accuracy": means.over(correct_BT, valid_BT),
             "unserved_fraction": means.over(unserved_BT.astype(jnp.float32), valid_BT),
         }.items():
             means.sow(self, "stats", f"moe/{name}", mean)
 
-    def _report_choices(self, plan, best, wanted_BTE, weight_BTE, call):
-        """Of each token: `served`, which experts compute it, and their `weights`, 0 for the others;
-        `full`, how many more it wants; `noop`, how many of its choices are no-op experts."""
-        if not choices_requested(self):
-            return
-        served_BTE = plans.selected_by_experts(plan, wanted_BTE.shape[1])
-        sow_choice(self, "served", served_BTE, call)
-        sow_choice(self, "weights", jnp.where(served_BTE, weight_BTE, 0.0), call)
-        sow_choice(self, "full", jnp.sum(wanted_BTE & ~served_BTE, axis=-1), call)
-        if self.config.num_noop:
-            sow_choice(self, "noop", jnp.sum(best >= self.config.num_experts, axis=-1), call)
-
-    def _decode(self, start_BTD, x_BTD, best, wanted_BTE, weight_BTE, experts, call):
-        """`_compute` of new tokens of each row, served or not by what the cache says about the
-        earlier ones."""
-        c = self.config
-        rows, length, width = x_BTD.shape
-        room = c.slots(call.cache.size, "causal")
-        run_BTE = kv_cache.admit(self, wanted_BTE, room, call, "taken", "dropped")
-        if self.is_initializing():
-            return x_BTD
-        if length > 1:
-
-            def add_round(experts, plan, y_BTD):
-                return _compute(y_BTD, x_BTD, best, weight_BTE, plan, experts)
-
-            # The experts of a token may come in several rounds, between which nothing is rounded.
-            wide_BTD = start_BTD.astype(jnp.float32)
-            slots = min(c.slots(length, "causal"), room)
-            y_BTD = plans.in_rounds(experts, run_BTE, slots, wide_BTD, add_round)
-            return y_BTD.astype(start_BTD.dtype)
-        x_BD, weight_BE = x_BTD[:, 0], jnp.where(run_BTE, weight_BTE, 0.0)[:, 0]
-        if best is None or rows * c.top_k >= c.num_experts:
-            # All experts on all rows reads every weight once, which is what a step costs.
-            y_EBD = experts(jnp.broadcast_to(x_BD, (c.num_experts, rows, width)))
-            y_BD = jnp.sum(plans.weighed(y_EBD, weight_BE.T), axis=0)
-        else:
-            # So few rows that reading the weights of the chosen experts only is less.
-            chosen_C = best.reshape(-1)
-            weight_C = jax.vmap(lambda w, index: w.at[index].get(mode="fill", fill_value=0))(
-                weight_BE, best[:, 0]
-            ).reshape(-1)
-            y_CD = experts(jnp.repeat(x_BD, c.top_k, axis=0), chosen_C)
-            y_CD = plans.weighed(y_CD, weight_C)
-            y_BD = jnp.sum(y_CD.reshape(rows, c.top_k, width), axis=1)
-        return (start_BTD + y_BD[:, None]).astype(start_BTD.dtype)
+    def _report_choices(self, selected_BTE, computed_BTE, weight_BTE, call):
+        """Of each token: the experts that compute it (`served`), their `weights`, and the number
+        of selected experts that do not (`full`)."""
+        if choices_requested(self):
+            sow_choice(self, "served", computed_BTE, call)
+            sow_choice(self, "weights", weight_BTE, call)
+            sow_choice(self, "full", jnp.sum(selected_BTE & ~computed_BTE, axis=-1), call)
 
 
-def _compute(start_BTD, x_BTD, best, weight_BTE, plan, experts):
-    """start plus the sum over experts of weight * expert(x) at the slots of a plan [E, B, C].
+def choose_experts(logits_BTE, top_k, renormalise):
+    """Token choice: (the K experts of each token, their weights), [B, T, K] each."""
+    expert_BTK = largest_indices(jax.lax.stop_gradient(logits_BTE), top_k)
+    expert_BTK = checkpoint_name(expert_BTK, selection.SELECTION)
+    is_choice_BTKE = jax.nn.one_hot(expert_BTK, logits_BTE.shape[-1], dtype=bool)
+    probs_BTKE = jnp.where(is_choice_BTKE, jax.nn.softmax(logits_BTE, axis=-1)[:, :, None], 0.0)
+    weight_BTK = jnp.sum(probs_BTKE, axis=-1)
+    if renormalise:
+        weight_BTK = weight_BTK / jnp.sum(weight_BTK, axis=-1, keepdims=True)
+    return expert_BTK, weight_BTK
 
-    best: the choices of each token [B, T, k], or None where it may have any number of experts.
+
+def sum_over_choices(experts, x_BTD, index_EBC, expert_BTK, weight_BTK):
+    """float32 [B, T, D]: weight * expert(x), summed over the K choices of each token.
+
+    The rows that are gathered and scattered are (token, choice) pairs: no two slots have the same
+    one, so that the gradient needs no sum in an order that depends on the device.
     """
-    batch, length, width = x_BTD.shape
-    num_experts, _, slots = plan.indices_BC.shape
-    by_row = None, "batch", None, "act_embed"
-    by_expert = "act_expert", "expert_batch", None, "act_embed"
-    slots_BTK = None if best is None else plans.slots_of_choices(plan, best, length)
-    x_EBCD = plans.take_for_experts(x_BTD, plan, slots_BTK)
-    weight_EBC = jax.vmap(plans.gather, in_axes=(2, 0))(weight_BTE, plan)
-    # Each device takes the tokens of its own rows, then they go to where their expert is.
-    x_EBCD = exchange(x_EBCD, by_row, by_expert)
-    # The slots of all rows are the rows of one matrix an expert.
-    y_ECD = experts(x_EBCD.reshape(num_experts, batch * slots, width))
-    y_EBCD = y_ECD.reshape(num_experts, batch, slots, width)
-    y_EBCD = exchange(y_EBCD, by_expert, by_row)
-    y_BTD = plans.add_weighed(start_BTD, plan.indices_BC, y_EBCD, weight_EBC, slots_BTK)
-    return constrain(y_BTD, "batch", "length", "act_embed")
+    (batch, length, width), (num_experts, _, slots) = x_BTD.shape, index_EBC.shape
+    top_k = expert_BTK.shape[-1]
+    # The choice of each token that each expert is, and the pair in each slot.
+    choice_BTE = jnp.argmax(jax.nn.one_hot(expert_BTK, num_experts, dtype=bool), axis=2)
+    choice_EBC = jax.vmap(selection.take, in_axes=(2, 0))(choice_BTE, index_EBC)
+    pair_BS = jnp.moveaxis(index_EBC * top_k + choice_EBC, 0, 1).reshape(batch, -1)
+    pair_BS = selection.distinct(pair_BS, length * top_k)
+    x_BTKD = broadcast(x_BTD[:, :, None], (batch, length, top_k, width))
+    x_BSD = jax.vmap(
+        lambda x_PD, pair: x_PD.at[pair].get(mode="fill", fill_value=0, unique_indices=True)
+    )(x_BTKD.reshape(batch, -1, width), pair_BS)
+    x_EBCD = jnp.moveaxis(x_BSD.reshape(batch, num_experts, slots, width), 1, 0)
+    y_BSD = jnp.moveaxis(run_experts(experts, x_EBCD), 0, 1).reshape(batch, -1, width)
+    y_PD = jnp.zeros((length * top_k, width), y_BSD.dtype)
+    y_BPD = jax.vmap(lambda pair, y: y_PD.at[pair].set(y, mode="drop", unique_indices=True))(
+        pair_BS, y_BSD
+    )
+    return jnp.sum(selection.weighted(y_BPD.reshape(x_BTKD.shape), weight_BTK), axis=2)
 
 
-def _balance(mean_2E):
-    """The load-balancing loss of the share of the tokens and the mean probability of each expert.
-    Of the means of a whole batch: the loss is not linear in them."""
+def sum_over_experts(experts, x_BTD, index_EBC, weight_BTE):
+    """float32 [B, T, D]: weight * expert(x), summed over any number of experts of each token.
+
+    One expert after the other, so that the order of the sum does not depend on the device.
+    """
+    wide_BTD = x_BTD.astype(jnp.float32)  # the gradient of x is a sum, too
+    x_EBCD = jax.lax.map(
+        lambda index_BC: selection.take(wide_BTD, index_BC).astype(x_BTD.dtype), index_EBC
+    )
+    y_EBCD = run_experts(experts, x_EBCD)
+    weight_EBC = jax.vmap(selection.take, in_axes=(2, 0))(weight_BTE, index_EBC)
+
+    def add_expert(y_BTD, expert):
+        index_BC, y_BCD, weight_BC = expert
+        return selection.add(y_BTD, index_BC, selection.weighted(y_BCD, weight_BC)), None
+
+    start_BTD = jnp.zeros(x_BTD.shape, jnp.float32)
+    return jax.lax.scan(add_expert, start_BTD, (index_EBC, y_EBCD, weight_EBC))[0]
+
+
+def run_experts(experts, x_EBCD):
+    """[E, B, C, D] -> [E, B, C, D], the slots of all rows as the rows of one matrix an expert."""
+    num_experts, _, _, width = x_EBCD.shape
+    x_ECD = exchange(x_EBCD, BY_ROW, BY_EXPERT).reshape(num_experts, -1, width)
+    return exchange(experts(x_ECD).reshape(x_EBCD.shape), BY_EXPERT, BY_ROW)
+
+
+def largest_indices(scores, count):
+    """Indices [..., count] of the largest of the last axis, descending; of equals the first first.
+
+    Passes of argmax: a mesh that splits the rows gathers all of them for `jax.lax.top_k`.
+    """
+    indices = []
+    for _ in range(count):
+        index = jnp.argmax(scores, axis=-1)
+        indices.append(index)
+        scores = jnp.where(jax.nn.one_hot(index, scores.shape[-1], dtype=bool), -jnp.inf, scores)
+    return jnp.stack(indices, axis=-1)
+
+
+def load_balance(mean_2E):
+    """E * sum over experts of load * probability (Switch Transformers, equation 4). A function of
+    the means over a whole batch, in which it is not linear."""
     return mean_2E.shape[1] * jnp.sum(mean_2E[0] * mean_2E[1])
 
 
-def _busiest(load_E):
+def max_over_mean(load_E):
     return load_E.size * jnp.max(load_E) / jnp.maximum(jnp.sum(load_E), 1e-9)
 
 
-def _surplus(wanted_BTE, budget):
-    """How many tokens find their expert full, summed over experts."""
-    fits_BTE = jax.vmap(budget.fits, in_axes=2, out_axes=2)(wanted_BTE)
-    return jnp.sum(wanted_BTE & ~fits_BTE, dtype=jnp.float32)
+@functools.cache
+def warn_if_router_is_untrained(c):
+    """Warn, once a process, of a `MoEConfig` whose router learns from its losses only."""
+    if c.router == "token_choice" and c.top_k == 1 and c.renormalise:
+        logging.getLogger(__name__).warning(
+            "config.model.mlp.moe.renormalise=True with top_k=1: renormalised top-1 experts have "
+            "weight 1, so the router gets no gradient but from load_balance and router_z; set "
+            "renormalise=False"
+        )

@@ -204,8 +204,8 @@ def test_experts_serve_or_drop_every_choice():
         cache = decoded("moe", size, length_B)
         spec, dropped = build("moe")[0].specs()[0], 0
         for layer in cache["layers"].values():
-            assert layer["mlp"]["taken"].max() <= spec.block.moe.slots(CONTEXT, "causal")
-            served_B = np.asarray(layer["mlp"]["taken"]).sum(axis=1)
+            assert layer["mlp"]["admitted"].max() <= spec.block.moe.slots(CONTEXT, "causal")
+            served_B = np.asarray(layer["mlp"]["admitted"]).sum(axis=1)
             np.testing.assert_array_equal(served_B + layer["mlp"]["dropped"], 2 * length_B)
             dropped += np.sum(layer["mlp"]["dropped"])
         assert dropped > 0
