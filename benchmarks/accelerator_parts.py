@@ -27,7 +27,7 @@ from efx.config import load_config
 from efx.configs import gpt2, learned_dropout, mod, moe
 from efx.configs.common import ACCELERATOR, apply
 from efx.layers import attend
-from efx.layers.kernels import KERNELS, Refused
+from efx.layers.kernels import KERNELS, UnsupportedKernel
 from efx.metrics import quantity, read_metrics
 from efx.studies import isoflop, reference, results
 from efx.studies.isoflop import report
@@ -78,7 +78,7 @@ class Unfinished(Exception):
 def failure(error):
     """The cells of what raised an exception: out of memory, say. A kernel that was asked for and
     says that it cannot has not failed."""
-    if isinstance(error, Refused):
+    if isinstance(error, UnsupportedKernel):
         return refusal(error.reason)
     return {"says": f"FAILED: {type(error).__name__}: {_first_line(error)}"}
 
@@ -197,7 +197,7 @@ def _kernel(masked, name):
         try:
             got = function(name, dtype, arrays)
             error = max(map(relative_error, got, wanted))
-        except Refused as error:
+        except UnsupportedKernel as error:
             refused[dtype] = error.reason
             continue
         except Exception as error:
@@ -224,7 +224,7 @@ def attention(*, length, kv_heads, head_dim, window, softcap, gaps, documents):
         scale=head_dim**-0.5,
         window=window,
         softcap=softcap,
-        gaps=gaps,
+        has_gaps=gaps,
         positions_BT=jnp.asarray(positions, jnp.int32),
         segment_ids_BT=jnp.asarray(segments) if documents else None,
     )

@@ -181,7 +181,7 @@ class Training:
 
     def compile_step(self, model, start=0):
         """(Compiled program of `trace_step`, `kernels.as_records` of its attention)."""
-        with kernels.taken() as choices:
+        with kernels.recorded_choices() as choices:
             compiled = self.trace_step(model, start).lower().compile()
         return compiled, kernels.as_records(choices)
 

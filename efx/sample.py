@@ -232,16 +232,16 @@ class _Program:
             count_B = count_B + ~done_B  # the stop token itself is not counted
             fits_B = ~done_B & (length_B < self.cache_size)
             positions_B = jnp.where(fits_B, length_B, -1)
-            cache = kv_cache.at_step(cache, step)
+            cache = kv_cache.set_pending_step(cache, step)
             x_BTD, cache = self._features(
                 variables, cache, token_B[:, None], positions_B[:, None], seed_B[0]
             )
             return step + 1, cache, x_BTD[:, 0], length_B + ~done_B, out_BN, count_B, done_B
 
-        cache = kv_cache.with_newest(cache, STREAM)
+        cache = kv_cache.start_pending(cache, STREAM)
         state = (jnp.int32(0), cache, last_BD, length_B, out_BN, count_B, done_B)
         step, cache, *state = jax.lax.while_loop(running, body, state)
-        return kv_cache.absorbed(cache), *state, step
+        return kv_cache.flush_pending(cache), *state, step
 
     def shapes_of_prefill(self, variables):
         """The arguments of `prefill` as shapes, by those of the variables."""

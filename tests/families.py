@@ -407,9 +407,7 @@ FAMILIES = {
         memory_local=2,
         upsampling="attention",
         # Of each kind of site one; all take eight times as long.
-        adapter=adapters(
-            experts=2, routing="topk", sites=".*/(query|up)"
-        ),
+        adapter=adapters(experts=2, routing="topk", sites=".*/(query|up)"),
     ),
     "adapter_inclusion": _row(
         ("inclusion_bce",),

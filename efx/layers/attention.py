@@ -1,28 +1,29 @@
-"""The attention layer; the arithmetic is in `attend.py`, decoding in `kv_cache.py`."""
+"""Causal self-attention and rotary positions. The arithmetic of scores is in `attend.py`."""
 
+import math
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx import sharding
-from efx.layers import norms
+from efx import flops, sharding
 from efx.layers.attend import attend, attend_context
 from efx.layers.config import AttentionConfig
 from efx.layers.kv_cache import attend_cached
-from efx.layers.linear import Linear, projection
-from efx.layers.positions import rope
+from efx.layers.linear import Linear, mark_projection
+from efx.layers.norms import RMSNorm
 from efx.sharding import constrain
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped keys and values; returns what is added to the residual.
+    """Multi-head attention; returns the increment of the residual.
 
     Attributes:
-      config: as resolved; N is a multiple of K.
-      std, std_out: initialisation of the input and the output projections.
-      probs_dropout: factory of a module applied to the attention probabilities, or None.
-      width: of the output; None: the heads side by side, without an output matrix.
+      config: resolved; the N query heads share K heads of keys and values.
+      std, std_out: initialisation of the input and output projections.
+      probs_dropout: factory of a module that drops attention probabilities, or None.
+      width: of the output; None: no output projection, the heads are concatenated.
     """
 
     config: AttentionConfig
@@ -35,106 +36,139 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD, call, context=None):
-        """Attention of the tokens x over themselves, or over `context` = (states [B, S, D], their
-        `Call`). A context without a call (None) is another state of the same tokens (S = T),
-        causal in the same order. While decoding, the context goes into the cache, and S may differ
-        from T only inside groups. See `CacheView.access`."""
+        """Attention from the tokens x to themselves, or to `context` = (states [B, S, D], their
+        `Call`). A context without a call (None) is another state of the same tokens (S = T).
+
+        While decoding, the keys and values go into the cache; see `CacheView.access`. The result is
+        None if the call only writes.
+        """
         c = self.config
-        states_BSD, key_call = (x_BTD, None) if context is None else context
-        same_tokens, key_call = key_call is None, key_call or call
+        states_BSD, context_call = (x_BTD, None) if context is None else context
+        key_call = context_call or call
         q_BTNH = k_BSKH = v_BSKH = None
         if call.access != "write":
-            q_BTNH = self._queries(x_BTD, call)
+            q_BTNH = self._heads("query", x_BTD, call)
         if call.access != "read":
-            k_BSKH, v_BSKH = self._keys_values(states_BSD, key_call)
-        options = dict(scale=c.factor, window=c.window, softcap=c.softcap)
+            k_BSKH = self._heads("key", states_BSD, key_call)
+            v_BSKH = self._heads("value", states_BSD, key_call)
         dropout = None if self.probs_dropout is None else self.probs_dropout(name="probs_dropout")
+        options = dict(scale=c.factor, window=c.window, softcap=c.softcap)
         if call.decode:
-            # The first tokens need not read what they write.
-            as_forward = call.cache.first and dropout is None
-            view = call.with_cache(access="write") if as_forward else call
-            out_BTNH = attend_cached(self, q_BTNH, k_BSKH, v_BSKH, view, key_call, dropout, options)
-            if not as_forward:
+            # Prefill of empty rows writes the cache, but need not read it.
+            reads_cache = not call.cache.first or dropout is not None
+            cache_call = call if reads_cache else call.with_cache(access="write")
+            arrays = q_BTNH, k_BSKH, v_BSKH
+            out_BTNH = attend_cached(self, *arrays, cache_call, key_call, dropout, options)
+            if reads_cache:
                 return None if out_BTNH is None else self._out(out_BTNH)
-        probs_fn = None
         if dropout is not None:
-            probs_fn = dropout.probs_dropout(call, key_call.positions_BT)
-        options["probs_fn"] = probs_fn
-        if not same_tokens:
+            options["probs_fn"] = dropout.probs_dropout(call, key_call.positions_BT)
+        if context_call is not None:
             out_BTNH = attend_context(q_BTNH, k_BSKH, v_BSKH, call, key_call, **options)
         else:
-            out_BTNH = attend(
-                q_BTNH,
-                k_BSKH,
-                v_BSKH,
-                chunk=c.chunk,
-                positions_BT=call.positions_BT,
-                segment_ids_BT=call.segment_ids_BT,
-                gaps=call.has_gaps,
-                kernel=c.kernel,
-                **options,
-            )
+            options |= dict(chunk=c.chunk, kernel=c.kernel, has_gaps=call.has_gaps)
+            options |= dict(positions_BT=call.positions_BT, segment_ids_BT=call.segment_ids_BT)
+            out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, **options)
         if dropout is not None:
-            dropout.sow_block_outputs(probs_fn, call)
+            dropout.sow_block_outputs(options["probs_fn"], call)
         return self._out(out_BTNH)
+
+    def _heads(self, name, x_BTD, call):
+        """Queries, keys or values [B, T, N or K, H]."""
+        c, is_query = self.config, name == "query"
+        heads, axis = (c.num_heads, "heads") if is_query else (c.num_kv_heads, "kv_heads")
+        project = Linear(
+            heads * c.head_dim, ("embed", axis), self.std, c.bias != "none", self.dtype, name=name
+        )
+        y, shape = project(x_BTD), (*x_BTD.shape[:-1], heads, c.head_dim)
+        if name != "value":
+            if c.qk_norm == "none":
+                y = y.reshape(shape)
+            else:
+                norm = RMSNorm(eps=self.norm_eps, dtype=self.dtype, name=f"norm_{name}")
+                is_width = c.qk_norm == "width"
+                y = (
+                    self._norm_width(norm, y, heads).reshape(shape)
+                    if is_width
+                    else norm(y.reshape(shape))
+                )
+            if c.rope_theta:
+                y = rope(y, call.positions_BT, c)
+                # On a GPU remat saves rotated queries and keys: rotating them again takes two
+                # passes over memory. TPUs have more time than memory.
+                if c.qk_norm == "none" and sharding.platform() == "gpu":
+                    y = mark_projection(y)
+        return constrain(y.reshape(shape), "batch", "length", f"act_{axis}", None)
+
+    def _norm_width(self, norm, y, heads):
+        return norm(y)
 
     @property
     def bias_out(self):
         return self.config.bias == "all"
 
     def _out(self, out_BTNH):
-        out_BTD = out_BTNH.reshape(
-            *out_BTNH.shape[:2], self.config.num_heads * self.config.head_dim
-        )
+        out_BTD = out_BTNH.reshape(*out_BTNH.shape[:2], -1)
         if self.width is None:
             return out_BTD
-        return Linear(
-            self.width, ("heads", "embed"), self.std_out, self.bias_out, self.dtype, name="out"
-        )(out_BTD)
+        axes = ("heads", "embed")
+        project = Linear(self.width, axes, self.std_out, self.bias_out, self.dtype, name="out")
+        return project(out_BTD)
 
-    def _queries(self, x_BTD, call):
-        c = self.config
-        q_BTNH = self._heads("query", x_BTD, c.num_heads, "heads")
-        if c.rope_theta:
-            q_BTNH = self._rotated(q_BTNH, call)
-        return constrain(q_BTNH, "batch", "length", "act_heads", None)
 
-    def _keys_values(self, x_BSD, call):
-        c = self.config
-        k_BSKH = self._heads("key", x_BSD, c.num_kv_heads, "kv_heads")
-        v_BSKH = self._project("value", x_BSD, c.num_kv_heads, "kv_heads")
-        v_BSKH = v_BSKH.reshape(k_BSKH.shape)
-        if c.rope_theta:
-            k_BSKH = self._rotated(k_BSKH, call)
-        k_BSKH, v_BSKH = (
-            constrain(y, "batch", "length", "act_kv_heads", None) for y in (k_BSKH, v_BSKH)
-        )
-        return k_BSKH, v_BSKH
+# ---- rotary positions --------------------------------------------------------------------------
 
-    def _rotated(self, y, call):
-        """Queries or keys by `rope`.
 
-        On a GPU they are marked to be kept in place of what they are made of, which the backward
-        pass needs for the gradient of a norm alone: rotating them again takes it two passes over
-        memory. On a TPU it takes no time, and what is kept would take more room than the products.
-        """
-        y = rope(y, call.positions_BT, self.config)
-        kept = sharding.platform() == "gpu" and self.config.qk_norm == "none"
-        return projection(y) if kept else y
+def rope(x_BTNH, positions_BT, c):
+    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864), with the halves of Llama.
 
-    def _project(self, name, x_BTD, heads, axis):
-        features, bias = heads * self.config.head_dim, self.config.bias != "none"
-        return Linear(features, ("embed", axis), self.std, bias, self.dtype, name=name)(x_BTD)
+    Features i and i + H/2 rotate by positions * theta^(-2i/H). With `rope_fraction` H is that
+    fraction of a head, whose other features do not rotate. Computed in float32, returned in the
+    dtype of x.
 
-    def _heads(self, name, x_BTD, heads, axis):
-        y = self._project(name, x_BTD, heads, axis)
-        if self.config.qk_norm == "width":
-            norm = norms.RMSNorm(eps=self.norm_eps, dtype=self.dtype, name=f"norm_{name}")
-            y = self._norm_width(norm, y, heads)
-        y = y.reshape(*y.shape[:-1], heads, self.config.head_dim)
-        if self.config.qk_norm == "head":
-            y = norms.RMSNorm(eps=self.norm_eps, dtype=self.dtype, name=f"norm_{name}")(y)
-        return y
+    Args:
+      c: an `AttentionConfig`.
+    """
+    size, dtype = c.rotary_size(x_BTNH.shape[-1]), x_BTNH.dtype
+    x_BTNR = x_BTNH if size == x_BTNH.shape[-1] else x_BTNH[..., :size]
+    angle_BTF = (
+        positions_BT[:, :, None].astype(jnp.float32) * _frequencies(size // 2, c)[None, None]
+    )
+    cos, sin = jnp.cos(angle_BTF)[:, :, None], jnp.sin(angle_BTF)[:, :, None]
+    if sharding.platform() == "tpu" and not flops.is_counting():
+        # Halves of a head are fractions of a TPU's vector registers; a product with a constant
+        # matrix is exact, and faster. Its batch axis of size 1 is for the remat policy "dots",
+        # which saves products without batch axes.
+        quarter_turn = jnp.kron(jnp.array([[0, 1], [-1, 0]]), jnp.eye(size // 2)).astype(dtype)
+        turned_BTNR = jax.lax.dot_general(
+            x_BTNR[None],
+            quarter_turn[None],
+            (((4,), (1,)), ((0,), (0,))),
+            precision=jax.lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )[0]
+        cos, sin = (jnp.concatenate([y, y], axis=-1) for y in (cos, sin))
+        y_BTNR = x_BTNR.astype(jnp.float32) * cos + turned_BTNR * sin
+    else:
+        a, b = jnp.split(x_BTNR.astype(jnp.float32), 2, axis=-1)
+        y_BTNR = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    y_BTNR = y_BTNR.astype(dtype)
+    if size == x_BTNH.shape[-1]:
+        return y_BTNR
+    return jnp.concatenate([y_BTNR, x_BTNH[..., size:]], axis=-1)
 
-    def _norm_width(self, norm, y, heads):
-        return norm(y)
+
+def _frequencies(pairs, c):
+    """float32 [pairs]: angle in radians by which each pair of features rotates per position."""
+    frequency = c.rope_theta ** (-jnp.arange(pairs, dtype=jnp.float32) / pairs)
+    scaling = c.rope_scaling
+    if scaling.kind == "none":
+        return frequency
+    scaled = frequency / scaling.factor
+    if scaling.kind == "linear":
+        return scaled
+    # Llama 3: fast pairs keep their frequency, slow ones are scaled, the others interpolate.
+    turns = scaling.original_context * frequency / (2 * math.pi)
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    weight = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+    return weight * frequency + (1.0 - weight) * scaled

@@ -31,7 +31,7 @@ class CacheView:
       access: "both" writes the new keys and values and attends. A block with `kv_for_skipped`
         first gets "write" for all tokens (it returns None) and then "read" for the computed ones.
       grouped: attention stays inside groups of tokens: positions are places in a group,
-        segment_ids_BT numbers groups, and the cache holds one group, see `kv_cache.attend_group`.
+        segment_ids_BT numbers groups, and the cache holds one group, see `kv_cache.attend_cached`.
       first: the new tokens start their rows and padding follows them: they see only each other.
       tag: name of this use of a layer that is used several times; each use has its own cache.
       rows_B: the rows of the cache that these rows are; None: all, in order.

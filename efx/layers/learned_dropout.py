@@ -294,7 +294,7 @@ class MaskAttention(nn.Module):
                 chunk=c.chunk,
                 positions_BT=call.positions_BT,
                 segment_ids_BT=call.segment_ids_BT,
-                gaps=call.has_gaps,
+                has_gaps=call.has_gaps,
                 kernel=c.kernel,
                 **options,
             )

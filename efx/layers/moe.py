@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from efx import means
 from efx.layers.config import MoEConfig
-from efx.layers.linear import broadcast, projection
+from efx.layers.linear import broadcast, mark_projection
 from efx.layers.mlp import MLP, activate
 from efx.layers.report import choices_requested, sow_choice
 from efx.parameter import parameter
@@ -62,7 +62,7 @@ class ExpertLinear(nn.Module):
         kernel = param("kernel", init, self.axes, x.shape[-1], self.features)
         x = x.astype(self.dtype)
         if expert_C is None:
-            y = projection(jnp.einsum("ECD,EDF->ECF", x, kernel))
+            y = mark_projection(jnp.einsum("ECD,EDF->ECF", x, kernel))
         else:
             y = jnp.einsum("CD,CDF->CF", x, kernel)
         if self.use_bias:

@@ -1,4 +1,4 @@
-"""Normalisation, always in float32."""
+"""Layer norm and RMS norm, computed in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +17,12 @@ class LayerNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        shape = x.shape
         x = x.astype(jnp.float32)
-        centred = x - jnp.mean(x, axis=-1, keepdims=True)
-        variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-        y = centred * jax.lax.rsqrt(variance + self.eps)
+        y = _normalize(x - jnp.mean(x, axis=-1, keepdims=True), self.eps)
         if self.use_scale:
-            y = y * _vector(self, "scale", nn.initializers.ones, shape)
+            y = y * _vector(self, "scale", nn.initializers.ones, x)
         if self.use_bias:
-            y = y + _vector(self, "bias", nn.initializers.zeros, shape)
+            y = y + _vector(self, "bias", nn.initializers.zeros, x)
         return y.astype(self.dtype)
 
 
@@ -37,27 +34,29 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        shape = x.shape
-        x = x.astype(jnp.float32)
-        y = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
-        return (y * _vector(self, "scale", nn.initializers.ones, shape)).astype(self.dtype)
+        y = _normalize(x.astype(jnp.float32), self.eps)
+        return (y * _vector(self, "scale", nn.initializers.ones, x)).astype(self.dtype)
 
 
-def unit(x):
-    """x at length one along the last axis, in float32; 0 stays 0."""
+def _vector(module, name, init, x):
+    """A parameter [D] with the rank of x [..., D]."""
+    vector_D = parameter(module, name, init, x.shape[-1:], ("norm",))
+    return vector_D.reshape((1,) * (x.ndim - 1) + vector_D.shape)
+
+
+def _normalize(x, eps):
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+
+
+def l2_normalize(x):
+    """x / |x| over the last axis, in float32; 0 stays 0."""
     x = x.astype(jnp.float32)
     square = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
     return x * jax.lax.rsqrt(jnp.maximum(square, 1e-12))
 
 
-def _vector(module, name, init, shape):
-    """A parameter [D], shaped to multiply an array of `shape` [..., D]."""
-    vector_D = parameter(module, name, init, shape[-1:], ("norm",))
-    return vector_D.reshape((1,) * (len(shape) - 1) + shape[-1:])
-
-
 def make_norm(kind, *, use_bias, eps, dtype, name):
-    """`layernorm` or `rmsnorm` under the given name."""
+    """A `LayerNorm` or, for "rmsnorm", an `RMSNorm`."""
     if kind == "layernorm":
         return LayerNorm(eps=eps, use_bias=use_bias, dtype=dtype, name=name)
     return RMSNorm(eps=eps, dtype=dtype, name=name)

@@ -22,7 +22,7 @@ from flax import linen as nn
 from efx.layers.attention import Attention
 from efx.layers.block import after_attention, apply_dropout, make_attention, sublayer_norms
 from efx.layers.config import BlockConfig
-from efx.layers.linear import broadcast, projection
+from efx.layers.linear import broadcast, mark_projection
 from efx.layers.mlp import activate
 from efx.layers.moe import ExpertLinear, Experts
 from efx.parameter import parameter
@@ -121,7 +121,7 @@ class CommonLinear(nn.Module):
         # A product a channel: were the rows of all channels one axis, devices that split the batch
         # would have to gather it.
         kernel_XDF = broadcast(kernel, (channels, width, self.features))
-        y_XCF = projection(jnp.einsum("XCD,XDF->XCF", x_XCD.astype(self.dtype), kernel_XDF))
+        y_XCF = mark_projection(jnp.einsum("XCD,XDF->XCF", x_XCD.astype(self.dtype), kernel_XDF))
         if self.use_bias:
             bias = param("bias", nn.initializers.zeros, self.axes[1:], self.features)
             y_XCF = y_XCF + broadcast(bias, y_XCF.shape)

@@ -34,9 +34,9 @@ REMAT_POLICIES = {
     # between devices; recompute elementwise work and the attention scores of plain XLA.
     "dots": _any_of(
         jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
-        linear.is_projection,
+        linear.saves_projections,
         sharding.is_exchanged,
-        kernels.keeps,
+        kernels.saves_kernel_results,
         _keeps_selections,
     ),
 }

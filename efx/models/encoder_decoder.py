@@ -335,7 +335,7 @@ def distance(kind, c_BTD, s_BTD):
     """
     if kind == "mse":
         return jnp.mean(jnp.square(c_BTD - s_BTD), axis=-1)
-    p_BT = (jnp.sum(norms.unit(c_BTD) * norms.unit(s_BTD), axis=-1) + 1.0) / 2.0
+    p_BT = (jnp.sum(norms.l2_normalize(c_BTD) * norms.l2_normalize(s_BTD), axis=-1) + 1.0) / 2.0
     return 1.0 - p_BT if kind == "cosine" else -jnp.log(jnp.maximum(p_BT, 1e-6))
 
 

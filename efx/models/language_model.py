@@ -223,7 +223,12 @@ class LanguageModel(nn.Module):
         """Output layer of its own, for untied models."""
         padding = self.padded_vocab - self.vocab_size
         return Linear(
-            self.padded_vocab, HEAD_AXES, std, dtype=self.dtype, padding=padding, wide=True
+            self.padded_vocab,
+            HEAD_AXES,
+            std,
+            dtype=self.dtype,
+            padding=padding,
+            float32_output=True,
         )
 
     @nn.nowrap

@@ -31,8 +31,8 @@ def admit_new_tokens(module, selected, rate, call, names):
         before = before.at[rows_B].get(mode="fill", fill_value=0)
     mask = selection.admit(selected, rate, call, before)
     lost = selected & ~mask
-    admitted.value = add_to_rows(admitted.value, jnp.sum(mask, axis=1), rows_B)
-    refused.value = add_to_rows(
+    admitted.value = kv_cache.add_to_rows(admitted.value, jnp.sum(mask, axis=1), rows_B)
+    refused.value = kv_cache.add_to_rows(
         refused.value, jnp.sum(lost, axis=tuple(range(1, lost.ndim))), rows_B
     )
     return mask, before
@@ -45,11 +45,4 @@ def count_tokens(module, name, mask_BT, call):
         module, "", **{name: lambda: jnp.zeros((rows,), jnp.int32)}
     ).values()
     if not module.is_initializing():
-        total.value = add_to_rows(total.value, jnp.sum(mask_BT, axis=1), call.cache.rows_B)
-
-
-def add_to_rows(total, new, rows_B):
-    """`total` with `new` added to the rows `rows_B`; None: to all rows, in order."""
-    if rows_B is None:
-        return total + new
-    return total.at[rows_B].add(new, mode="drop", unique_indices=True)
+        total.value = kv_cache.add_to_rows(total.value, jnp.sum(mask_BT, axis=1), call.cache.rows_B)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import means, sharding
-from efx.layers.linear import onto
+from efx.layers.linear import dot_float32
 from efx.layers.moe import ROUTER_STD
 from efx.layers.norms import RMSNorm
 from efx.layers.report import sow_choice
@@ -91,7 +91,7 @@ class MoDBlock(nn.Module):
             score_BT = gate_BT = jnp.ones(x_BTD.shape[:2], jnp.float32)
         else:
             read_BTD = self.norm_router(x_BTD) if c.router_norm == "rms" else x_BTD
-            score_BT = onto(self.router, read_BTD)  # float32, whatever the dtype of x
+            score_BT = dot_float32(self.router, read_BTD)  # float32, whatever the dtype of x
             gate_BT = GATES[c.gate](score_BT)
             self.sow("intermediates", "router_logits", score_BT)
         if call.decode:
@@ -141,7 +141,7 @@ class MoDBlock(nn.Module):
             if means.wanted(self):
                 loss, prefix = DECISIONS[name].loss, "router" if name == c.causal else name
                 if name == "aux_loss" and not c.bce_reaches_input:
-                    logit_BT = onto(self.router, jax.lax.stop_gradient(x_BTD))
+                    logit_BT = dot_float32(self.router, jax.lax.stop_gradient(x_BTD))
                 decisions.sow_decision(
                     self, prefix, eligible_BT, admitted[name], real_BT,
                     topk=(topk_BT, valid_BT), loss=loss and (loss, logit_BT),

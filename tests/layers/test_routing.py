@@ -17,7 +17,7 @@ from scipy import special
 from efx import models, sharding
 from efx.layers.call import Call
 from efx.layers.config import BlockConfig, say_if_the_router_is_fixed
-from efx.layers.linear import onto
+from efx.layers.linear import dot_float32
 from efx.layers.stack import Layer
 from efx.routing import plans
 from efx.routing.mod import MoDBlock
@@ -429,7 +429,7 @@ def test_scores_of_a_tpu_are_of_float32(monkeypatch):
     vector_D = rng.normal(size=384).astype(np.float32)
     x_BTD = jnp.asarray(rng.normal(size=(2, 40, 384)), jnp.bfloat16)
     gradient_BT = rng.normal(size=(2, 40)).astype(np.float32)
-    score_BT, back = jax.vjp(onto, vector_D, x_BTD)
+    score_BT, back = jax.vjp(dot_float32, vector_D, x_BTD)
     of_vector_D, of_x_BTD = back(gradient_BT)
 
     x, vector, gradient = (np.float64(array) for array in (x_BTD, vector_D, gradient_BT))

@@ -17,7 +17,7 @@ from flax import linen as nn
 
 from efx import flops, means
 from efx.layers.linear import Linear
-from efx.layers.norms import unit
+from efx.layers.norms import l2_normalize
 from efx.parameter import parameter
 
 LOSS = "latent_prediction"
@@ -33,13 +33,13 @@ def pairs_within(segment_ids_BT):
 
 def cosine_loss(p_BTD, z_BTD, pairs_BT):
     """Mean of 1 - cos(p_t, z_t) over the pairs that count, bool."""
-    loss_BT = 1.0 - jnp.sum(unit(p_BTD) * unit(z_BTD), axis=-1)
+    loss_BT = 1.0 - jnp.sum(l2_normalize(p_BTD) * l2_normalize(z_BTD), axis=-1)
     return means.over(loss_BT, pairs_BT)
 
 
 def sigmoid_loss(p_BTD, z_BTD, pairs_BT, log_temperature, bias, candidates="row"):
     """The sigmoid loss of the module's docstring; pairs_BT: those that count, bool."""
-    p_BTD, z_BSD, pairs_BS = unit(p_BTD), unit(z_BTD), pairs_BT
+    p_BTD, z_BSD, pairs_BS = l2_normalize(p_BTD), l2_normalize(z_BTD), pairs_BT
     if candidates == "batch":  # one row of all
         p_BTD, z_BSD = (y.reshape(1, -1, y.shape[-1]) for y in (p_BTD, z_BSD))
         pairs_BT = pairs_BS = pairs_BT.reshape(1, -1)
