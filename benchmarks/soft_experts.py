@@ -116,6 +116,7 @@ def _spec(args, channels):
             "model.depth": 1,
             "model.soft_experts.num": channels,
             "model.soft_experts.hidden_multiple": args.hidden_multiple,
+            "model.soft_experts.tied": False,  # as in results/speed_soft_experts.json
         },
     )
     model = models.build(config.model, vocab_size=256, context=args.latents, dtype="float32")

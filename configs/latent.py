@@ -7,7 +7,7 @@ of blocks works on the latents of all groups, and decoder levels spread them ove
 All of it is causal. The default: groups of 8 tokens, 4 latents 128 wide, then 2 latents 256 wide,
 of which the stack of 8 blocks computes one position for every 4 tokens.
 
-Knobs, all in `config.model` (defaults in efx/models/latent/config.py; width, depth, num_heads, mlp
+Knobs, all in `config.model` (defaults in efx/models/latent.py; width, depth, num_heads, mlp
 and depth_routing are those of the latent stack, windows and learned dropout of all levels):
     group_size, latents     tokens in a group; latents that a group has at each level
     level_widths, level_heads   of tokens and of the levels before the last
@@ -24,8 +24,8 @@ and depth_routing are those of the latent stack, windows and learned dropout of 
     memory_local, memory_global   learned tokens before each group, before the sequence
     embedding_noise         uniform noise on the embeddings in training
     qk_norm                 "width", "head", "none"
-    soft_experts            multi-channel attention with soft experts, in every n-th block
-    soft_experts_in         "stack"; "encoder" or "levels": in all blocks of these levels too
+    soft_experts            multi-channel attention with soft experts, in every n-th block of the
+                            stack; `tied` as published, or with separate matrices
     dense_former            averages of the states of the stack
     latent_loss             predicts the next latent: "cosine", "siglip"; weight
                             `config.losses.latent_prediction`, a number or a warm-up

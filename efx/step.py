@@ -98,9 +98,7 @@ def make_train_step(
     count, unless a router does), and to a forward pass without the output layer for a loss that is
     not linear in means (`load_balance`). Logged statistics are those of the whole batch, too.
 
-    Two things differ from a step without accumulation. Random numbers (dropout, stochastic masks)
-    are drawn for each micro-batch. Negatives of the latent loss come from the same micro-batch if
-    `config.model.latent_loss` has candidates="batch".
+    Random numbers (dropout, stochastic masks) are drawn for each micro-batch.
 
     A step whose loss or gradient is not finite changes neither parameters nor optimiser state, and
     is counted.

@@ -371,7 +371,6 @@ FAMILIES = {
         attention=dict(window=4, head_dim=6, num_kv_heads=2),
         level_heads=(),
         soft_experts=dict(num=2, shared_kv=True, hidden_multiple=1.0),
-        soft_experts_in="levels",
         skip_joins="before",
         dropout=dict(kind="elementwise"),
     ),

@@ -31,7 +31,11 @@ LATENT = {
 }
 ATTENTION = {"model.upsampling": "attention", "model.upsampling_norm": True}
 LOCAL = {"model.encoder_global": 0, "model.decoder_global": 0}
-SOFT = {"model.soft_experts.num": 4, "model.soft_experts.every": 4}
+SOFT = {
+    "model.soft_experts.num": 4,
+    "model.soft_experts.every": 4,
+    "model.soft_experts.tied": False,  # of results/latent_table.json
+}
 RUNS = {
     "decoder": DECODER,
     "latent: repeat, perceiver": LATENT,

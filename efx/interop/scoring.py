@@ -20,7 +20,6 @@ import numpy as np
 from efx import memory, models, sharding
 from efx.errors import UsageError
 from efx.layers.stack import label
-from efx.models.latent.ledger import stack_places
 from efx.sample import PLACES, Sampler
 
 SHORTEST = 32  # tokens of a row
@@ -98,8 +97,7 @@ class Cost:
         return sum(model.ledger(tokens, "causal", shares).nominal.values())
 
     def _places(self, tokens):
-        c = self._model.config
-        return stack_places(c, tokens) if c.family == "latent" else tokens
+        return self._model.stack_length(tokens)
 
     def _choices(self, places, routed):
         """How many experts the tokens that reach them choose, over all layers; no-op ones too."""

@@ -155,33 +155,3 @@ def make_mlp(c, name=None):
         return MLP(*options, name=name)
     return MoE(c.moe, *options, router_std=ROUTER_STD * c.router_scale, name=name)
 
-
-# ---- forms that the latent family, the encoder-decoder and soft experts still use ---------------
-
-
-def sublayer_norms(c, name):
-    norm = make_norm(c, name)
-    return partial(norm_input, c, norm), partial(norm_output, c, norm)
-
-
-after_attention = mlp_input
-
-
-def apply_dropout(config, site, x_BTD, call, name=None):
-    return with_dropout(make_dropout(config, site, name=name or f"dropout_{site}"), x_BTD, call)
-
-
-def masked_mlp(module, c, x_BTD, call):
-    mlp, (before, after) = make_mlp(c, "mlp"), sublayer_norms(c, "norm_mlp")
-    y_BTD = before(x_BTD)
-    if not c.dropout.skips or c.moe is not None or call.train or module.is_initializing():
-        return apply_dropout(c, "mlp_output", after(mlp(y_BTD, call)), call)
-    mask_BTD = make_dropout(c, "mlp_output", name="dropout_mlp_output").mask(y_BTD, call)
-    valid_BT = call.real(x_BTD.shape[0])
-    kept_BT = jnp.any(mask_BTD > 0, axis=-1) & valid_BT
-    if not call.decode:
-        computed = means.over(kept_BT.astype(jnp.float32), valid_BT)
-        means.sow(module, "stats", "mlp/computed_fraction", computed)
-        sow_choice(module, "mlp_computed", kept_BT, call)
-    m_BTD = after(compute_kept_tokens(mlp, y_BTD, kept_BT, c.dropout.attention.skip_tile))
-    return (m_BTD.astype(jnp.float32) * mask_BTD).astype(m_BTD.dtype)

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import struct
 
-from efx.routing import plans, selection
+from efx.routing import selection
 
 
 @struct.dataclass
@@ -56,7 +56,6 @@ class Call:
       segment_ids_BT: int32 document of each token (0 = padding), or None: one document a row.
       count_BT: int32, the number of tokens of the document up to and including this one that reach
         the layer; None: positions + 1. See `counts`.
-      begin_BT, end_BT: see `plans.Documents`.
       selectable_BT: bool, the tokens that routing may select, or None: all.
       mask_input_BTD: what learned dropout reads instead of the activations, or None.
       token_places: `TokenPlaces` for controls that select by token id, or None.
@@ -74,8 +73,6 @@ class Call:
     positions_BT: Any
     segment_ids_BT: Any = None
     count_BT: Any = None
-    begin_BT: Any = None
-    end_BT: Any = None
     selectable_BT: Any = None
     mask_input_BTD: Any = None
     token_places: Any = None
@@ -155,12 +152,3 @@ class Call:
             count_BT=gathered(self.count_BT),
             mask_input_BTD=gathered(self.mask_input_BTD),
         ).with_cache(rows_B=index_C)
-
-    def documents(self):
-        """`plans.Documents` of a packed sequence, else None."""
-        if self.segment_ids_BT is None:
-            return None
-        documents = plans.documents(self.segment_ids_BT)
-        if self.begin_BT is None:
-            return documents
-        return documents.replace(begin_BT=self.begin_BT, end_BT=self.end_BT)

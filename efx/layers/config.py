@@ -264,6 +264,9 @@ class SoftExpertsConfig:
     multiple: Count = 1  # an expert's MLP gives multiple * width / num features, rounded up
     hidden_multiple: Positive = 4.0  # its inner width, as a multiple of the model's
     shared_kv: bool = False  # all channels read the same keys and values
+    # All channels have the first matrix of the MLP, the output matrix of attention and the gain of
+    # the query and key norms in common, as published; no: each its own.
+    tied: bool = True
     merge: Literal["softmax", "mean", "max"] = "softmax"  # of channels, weighted by themselves
 
     def check_depth(self, depth, mlp):

@@ -31,8 +31,7 @@ from efx.models.bridges import Bridged, BridgedConfig
 from efx.models.decoder import Decoder, DecoderConfig
 from efx.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from efx.models.language_model import unrolled
-from efx.models.latent.config import LatentConfig
-from efx.models.latent.model import Latent
+from efx.models.latent import Latent, LatentConfig
 from efx.parameter import only_shapes
 from efx.settings import is_block, make, names_of, replaced
 

@@ -72,6 +72,11 @@ def check_stack(c, *depths):
             f"compiled separately; use at most {MOST_BLOCKS}, or config.model.scan_layers=True"
         )
     c.depth_routing.check_depth(*depths)
+    if c.soft_experts.num and c.depth_routing.target != "block":
+        raise UsageError(
+            f"{c.depth_routing.where}.target={c.depth_routing.target!r}: not with soft experts "
+            f"({c.soft_experts.where}.num), whose channels merge after the MLP; use 'block'"
+        )
     c.soft_experts.check_depth(max(depths), c.mlp)
     c.dense_former.check_depth(max(depths), c.scan_layers)
     if c.scan_layers and c.depth_routing.kind == "recursion":

@@ -140,7 +140,7 @@ class LanguageModel(nn.Module):
         return by_path("layers", self.specs())
 
     @nn.nowrap
-    def stack_places(self, length):
+    def stack_length(self, length):
         """Places of the stack's sequence for `length` tokens."""
         return length
 

@@ -25,7 +25,7 @@ from efx import tables
 from efx.config import load_config, override
 from efx.errors import UsageError
 from efx.layers.stack import Layer
-from efx.models.latent.groups import Compress, Upsample
+from efx.models.latent import Compress, Upsample
 from efx.step import evaluation_keys
 from efx.studies import cli
 from efx.studies.step_time import Stepper, random_tokens

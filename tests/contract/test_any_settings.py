@@ -231,8 +231,6 @@ def latent(draw):
     }  # fmt: skip
     changes["attention.num_kv_heads"] = draw(st.sampled_from([0, 1]))
     changes |= stack(draw, draw(st.sampled_from([1, 2, 3, 3])), by_type=False)
-    if "soft_experts.num" in changes:
-        changes |= pick(draw, soft_experts_in=["stack", "encoder", "levels"])
     return changes
 
 

@@ -537,12 +537,12 @@ def hidden_scores(model, selection):
                 pairs -= flops.thinned_pairs(tokens, SHORT, a.window)
             hidden += flops.attention_scores(pairs, channels * a.num_heads, a.head_dim)
     c = model.config
-    for level in model.levels(encoder=True) if c.family == "latent" else ():
-        if c.compression == "perceiver":  # whose queries are the last places of a group
-            a, groups = level.block.attention, -(-SHORT // c.group_size)
-            seen = flops.causal_pairs(level.inner, a.window)
-            seen -= flops.causal_pairs(level.inner - level.places, a.window)
-            pairs = groups * (level.places * level.inner - seen)
+    for i in range(1, len(c.sizes)) if c.family == "latent" else ():
+        if c.compression == "perceiver":  # queries are the last positions of a group
+            a, inner, size = c.level_block(i).attention, c.sizes[i - 1], c.sizes[i]
+            seen = flops.causal_pairs(inner, a.window)
+            seen -= flops.causal_pairs(inner - size, a.window)
+            pairs = c.num_groups(SHORT) * (size * inner - seen)
             hidden += flops.attention_scores(pairs, a.num_heads, a.head_dim)
     return hidden
 

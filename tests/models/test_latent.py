@@ -13,8 +13,7 @@ from formulas import attention, mlp, rms_norm
 from latent_helpers import FEW, LEVELS, MEMORY, MOD, NONE, apply, make
 from refusals import refused
 
-from efx import build, models
-from efx.configs import common, latent
+from efx import models
 
 # ---- the forward pass, once more in numpy ------------------------------------------------------
 
@@ -36,16 +35,10 @@ def block(x_TD, p, heads, c, keep=None, residual=lambda x: x):
 
 def level_blocks(x, p, order, heads, c):
     """x: list of groups [P, D]. p: parameters by name; order: ("local", "global", ...)."""
-    states = {
-        kind: p.get(f"memory_{kind}", np.zeros((0, x[0].shape[-1]))) for kind in ("local", "global")
-    }
-    stacks = sorted(
-        (name for name in p if name.startswith(("local_", "global_"))),
-        key=lambda name: int(name.split("_")[1]),
-    )
-    blocks = [
-        (name.split("_")[0], p[name][f"block_{i}"]) for name in stacks for i in range(len(p[name]))
-    ]
+    states = {k: p.get(f"memory_{k}", np.zeros((0, x[0].shape[-1]))) for k in ("local", "global")}
+    stacks = [name for name in p if name.startswith(("local_", "global_"))]
+    stacks.sort(key=lambda name: int(name.split("_")[1]))
+    blocks = [(n.split("_")[0], p[n][f"block_{i}"]) for n in stacks for i in range(len(p[n]))]
     assert [kind for kind, _ in blocks] == list(order)
     for kind, q in blocks:
         memory, size = states[kind], len(x[0])
@@ -63,11 +56,10 @@ def level_blocks(x, p, order, heads, c):
 def early_latents(before_PD, count, repeat):
     """The last `count` of the latents again and again, or each several times."""
     copies = -(-count // len(before_PD))
-    whole = (
-        np.tile(before_PD, (copies, 1))
-        if repeat == "tile"
-        else np.repeat(before_PD, copies, axis=0)
-    )
+    if repeat == "tile":
+        whole = np.tile(before_PD, (copies, 1))
+    else:
+        whole = np.repeat(before_PD, copies, axis=0)
     return whole[len(whole) - count :]
 
 
@@ -76,11 +68,9 @@ def reference(tokens_T, params, model):
     c = model.config
     sizes, count = c.sizes, -(-len(tokens_T) // c.group_size)
     padded = np.concatenate([tokens_T, np.zeros(count * c.group_size - len(tokens_T), int)])
-    tables = [
-        params[f"positions_embed_{i}"]["embedding"]
-        for i in range(len(sizes))
-        if c.positions != "rope"
-    ] or [0.0] * len(sizes)
+    tables = [0.0] * len(sizes)
+    if c.positions != "rope":
+        tables = [params[f"positions_embed_{i}"]["embedding"] for i in range(len(sizes))]
     x = [params["embed"]["embedding"][g] for g in padded.reshape(count, -1)]
     if c.positions == "absolute":  # one row for each token; places of a group: the first of them
         row_T, tables[0] = np.minimum(np.arange(len(padded)), c.context - 1), tables[0][: sizes[0]]
@@ -90,7 +80,7 @@ def reference(tokens_T, params, model):
         x = [g + tables[0] for g in x]
     skips = []
     for i in range(1, len(sizes)):
-        p, heads = params[f"encoder_{i - 1}"], c.level_heads[i]
+        p, heads = params[f"encoder_{i - 1}"], c.heads[i]
         skips.append(x)
         q = p["compress"]
         keep = sizes[i] if c.compression == "perceiver" else None
@@ -105,7 +95,7 @@ def reference(tokens_T, params, model):
         y = block(y, params["layers"][f"block_{i}"], c.attention.num_heads, c)
     x = [y[len(memory) + i * sizes[-1] :][: sizes[-1]] for i in range(count)]
     for i in reversed(range(1, len(sizes))):
-        p, heads = params[f"decoder_{i - 1}"], c.level_heads[i - 1]
+        p, heads = params[f"decoder_{i - 1}"], c.heads[i - 1]
         early = sizes[i - 1] - sizes[i]
         before = [p["upsample"]["first"], *(early_latents(g, early, c.repeat) for g in x[:-1])]
         x = [np.concatenate(pair) for pair in zip(before, x, strict=True)]
@@ -140,7 +130,8 @@ def reference(tokens_T, params, model):
 
 
 def order_of(c, level, side):
-    local, whole = (getattr(c, f"{side}_{kind}")[level - 1] for kind in ("local", "global"))
+    counts = (getattr(c, f"{side}_{kind}") for kind in ("local", "global"))
+    local, whole = (n[level - 1] if isinstance(n, tuple) else n for n in counts)
     kinds = ["local"] * local, ["global"] * whole
     if c.block_order == "sequence":
         return [*kinds[0], *kinds[1]]
@@ -324,13 +315,12 @@ def test_no_token_reads_past_the_table_of_positions(family, changes):
     assert np.isfinite(logits[0]).all() and not np.isfinite(logits[1]).all()
 
 
-def test_rows_may_be_longer_than_the_context_where_no_table_ends():
+def test_rows_may_be_longer_than_the_context_without_a_table():
     tokens_BT = families.tokens(batch=1, length=17)
-    for positions in ("level", "rope"):
-        model = make({"positions": positions, **FEW}, levels=1, context=16)
-        variables = {"params": families.random_params(model)}
-        assert jax.eval_shape(model.apply, variables, tokens_BT).shape == (1, 17, VOCAB)
-        refused(lambda m=model, v=variables: m.apply(v, tokens_BT, tokens_BT), "segment_ids_BT")
+    model = make({"positions": "level", **FEW}, levels=1, context=16)
+    variables = {"params": families.random_params(model)}
+    assert jax.eval_shape(model.apply, variables, tokens_BT).shape == (1, 17, VOCAB)
+    refused(lambda: model.apply(variables, tokens_BT, tokens_BT), "segment_ids_BT")
 
 
 # ---- decoding ----------------------------------------------------------------------------------
@@ -390,8 +380,6 @@ def test_the_cache_keeps_latents_of_finished_groups():
         ({"level_heads": (1,)}, "config.model.level_heads=(1,)"),
         ({"attention.num_heads": 3}, "config.model.attention.num_heads=3"),
         ({"level_widths": (9, 12)}, "9 / 1"),  # an odd head width under rotary positions
-        ({"encoder_local": 600}, "config.model.encoder_local=600"),
-        ({"soft_experts_in": "encoder"}, "config.model.soft_experts_in='encoder'"),
         (
             {
                 "dropout.kind": "attention",
@@ -408,14 +396,9 @@ def test_settings_that_do_not_fit_are_refused_by_name(changes, name):
     refused(lambda: make(changes), name)
 
 
-def test_memory_tokens_and_packed_rows_are_refused_together(tmp_path):
-    (tmp_path / "text.txt").write_text("a few words of text, " * 999)
-
-    config = latent.get_config("smoke")
-    common.apply(config, {"data.packing": True, "data.source": f"text:{tmp_path}/text.txt"})
-    for name in ("memory_local", "memory_global"):
-        changed = common.apply(config.copy_and_resolve_references(), {f"model.{name}": 2})
-        refused(lambda c=changed: build.experiment(c), f"config.model.{name}=2")
+@pytest.mark.parametrize("name", ["memory_local", "memory_global"])
+def test_packed_rows_have_no_memory_tokens(name):
+    refused(make({name: 2}).check_packing, f"config.model.{name}=2")
 
 
 def test_realised_flops_follow_the_share_of_routed_latents():
@@ -474,18 +457,3 @@ def test_recursion_and_experts_are_those_of_the_latent_stack():
     assert "layers/recursion_1/router" in paths
     experts = {path.split("/mlp/")[0] for path in paths if "/experts/" in path}
     assert experts == {"layers/block_1", "layers/block_3"}
-
-
-@pytest.mark.parametrize(
-    "where, scopes",
-    [("stack", set()), ("encoder", {"encoder_0", "encoder_1"}),
-     ("levels", {"encoder_0", "encoder_1", "decoder_0", "decoder_1"})],
-)  # fmt: skip
-def test_soft_experts_are_in_the_chosen_blocks(where, scopes):
-    """In all blocks of a level, and in every second one of the stack."""
-    soft = {"soft_experts.num": 2, "soft_experts.every": 2, "depth": 2}
-    paths = shapes_of({**soft, "soft_experts_in": where})
-    blocks = {path.split("/mlp/")[0] for path in paths if "/mlp/" in path}
-    having = {path.split("/mlp/")[0] for path in paths if "/mlp/experts/" in path}
-    inside = {path for path in blocks if "/blocks/" in path and path.split("/")[0] in scopes}
-    assert having == inside | {"layers/block_1"}

@@ -86,7 +86,7 @@ def routed_blocks(model, length):
         for path, spec in specs.items():
             if spec.routing is not None:
                 follows = before if isinstance(spec, RecursionStep) else ""
-                positions_1S = np.arange(part.stack_places(length))[None]
+                positions_1S = np.arange(part.stack_length(length))[None]
                 time_S = part.token_of_place(path, positions_1S, length)[0]
                 routed[prefix + path] = (spec, time_S, follows)
                 before = prefix + path

@@ -1,0 +1,963 @@
+"""The grouped-latent transformer: a causal U-net over groups of consecutive tokens.
+
+    x_0       = E[token] + A[position]                        [B, M P_0, D_0]
+    encoder i : compress each group from P_{i-1} to P_i latents, then local and global blocks
+    stack     : `depth` causal blocks over the M P_n latents of the row, most of the compute
+    decoder i : upsample each group from P_i to P_{i-1}, then blocks, + the input of encoder i
+    logits    = E^T norm(x)
+
+A group has P_0 tokens and P_i latents at level i; the tokens are level 0. Latent j of level i
+belongs to token P_0 - P_i + j of its group and depends on tokens up to that one. So every level is
+causal, and decoding computes a latent when its token arrives. Group boundaries depend on the
+position in the row alone. Documents of packed rows never see each other, also inside a group.
+
+Related: Hourglass (Nawrot et al. 2021, arXiv 2110.13711), Hierarchical Perceiver (Carreira et al.
+2022, arXiv 2202.10890), Mirasol (Piergiovanni et al. 2023, arXiv 2311.05698).
+
+Axes: M groups, P latents of a group, S latents of a row (M P; decoding: the new ones), D width.
+"""
+
+import dataclasses
+import itertools
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from flax import struct
+
+from efx import flops, means
+from efx.errors import UsageError
+from efx.layers import costs, learned_dropout, mup, norms
+from efx.layers.block import (
+    Block,
+    make_attention,
+    make_norm,
+    mlp_input,
+    norm_input,
+    norm_output,
+    with_dropout,
+)
+from efx.layers.call import Call
+from efx.layers.config import (
+    AttentionConfig,
+    DenseFormerConfig,
+    Initialisation,
+    MuPConfig,
+    SoftExpertsConfig,
+)
+from efx.layers.dropout import StandardDropout
+from efx.layers.kv_cache import ALL_GROUPS
+from efx.layers.linear import Embedding, Linear, broadcast
+from efx.layers.stack import REMAT_POLICIES, LayerSpec, Stack, layer_specs
+from efx.models.config import ModelConfig, check_stack
+from efx.models.language_model import LanguageModel
+from efx.parameter import parameter
+from efx.routing import selection
+from efx.routing.config import DepthRoutingConfig
+from efx.settings import Count, NonNegative, Pieces, PiecesOrNone, Places, block
+from efx.sharding import constrain
+
+# ---- settings ----------------------------------------------------------------------------------
+
+BLOCK_COUNTS = ("encoder_local", "encoder_global", "decoder_local", "decoder_global")
+PerLevel = PiecesOrNone | tuple[PiecesOrNone, ...]
+
+
+@block("config.model.latent_loss")
+class LatentLossConfig:
+    """The loss `latent_prediction` of the next latent of the stack, see `LatentPrediction`."""
+
+    kind: Literal["none", "cosine", "siglip"] = "none"
+    target_gradient: bool = False  # the predicted latent gets a gradient too
+
+
+@block("config.model")
+class LatentConfig(ModelConfig):
+    """The grouped-latent transformer.
+
+    `width` (of the last level), `depth`, `attention`, `mlp`, depth routing, soft experts and
+    averages are those of the latent stack. `attention.window` counts latents: of the row in the
+    stack and global blocks, of the group elsewhere. Learned dropout is in every level."""
+
+    family: Literal["latent"] = "latent"
+    attention: AttentionConfig = AttentionConfig(qk_norm="width")
+    group_size: Count = 16  # P_0, tokens in a group; a row is padded to whole groups
+    latents: tuple[Count, ...] = (4,)  # P_1, ..., P_n, decreasing: latents of a group at each level
+    level_widths: tuple[Count, ...] = (64,)  # D_0, ..., D_{n-1}
+    level_heads: tuple[Count, ...] = ()  # of these levels; (): heads as wide as the stack's
+    # "perceiver": the last P_i positions of a group attend to all of it. "transformer":
+    # `compression_blocks` blocks inside the group, whose last P_i outputs are kept.
+    compression: Literal["perceiver", "transformer"] = "perceiver"
+    compression_blocks: Pieces = 1
+    # Blocks inside groups (local) and across groups (global), one number for all levels or one for
+    # each. Decoder level 1 works on tokens: a global block there costs as much as a dense one.
+    encoder_local: PerLevel = 1
+    encoder_global: PerLevel = 1
+    decoder_local: PerLevel = 1
+    decoder_global: PerLevel = 1
+    block_order: Literal["interleaved", "sequence"] = "interleaved"  # "sequence": local ones first
+    upsampling: Literal["repeat", "attention"] = "repeat"
+    upsampling_norm: bool = True  # norms and output matrix in that attention; published: False
+    # How the latents of the group before fill the early positions of a group: "tile": all of them
+    # again and again; "in_place": each several times in a row.
+    repeat: Literal["tile", "in_place"] = "tile"
+    skip: Literal["sum", "lerp"] = "sum"  # "lerp": a skip + (1 - a) x with learned a [D]
+    skip_joins: Literal["after", "before"] = "after"  # the blocks of a decoder level
+    # "absolute": a learned table of `context` rows for the positions of tokens in their document;
+    # latents and decoder levels have tables by the position in the group. "level": such a table
+    # for the tokens too. "rope": rotary positions, no tables. "both": "level" and "rope".
+    positions: Literal["absolute", "level", "rope", "both"] = "absolute"
+    memory_local: Places = 0  # learned tokens before each group, for local blocks
+    memory_global: Places = 0  # learned tokens before the row, for global blocks and the stack
+    embedding_noise: NonNegative = 0.0  # uniform noise in training, within this / sqrt(T D)
+    use_bias: bool = False
+    tied: bool = True  # the output layer is the token embedding
+    initialisation: Initialisation = "gpt2"  # "spike_no_more": sqrt(2 / (5 D)) of each level
+    mup: MuPConfig = MuPConfig()  # logits by D_0, the learning rate of a matrix by its fan-in
+    depth_routing: DepthRoutingConfig = DepthRoutingConfig()
+    soft_experts: SoftExpertsConfig = SoftExpertsConfig()
+    dense_former: DenseFormerConfig = DenseFormerConfig()
+    latent_loss: LatentLossConfig = LatentLossConfig()
+
+    norm: ClassVar[str] = "rmsnorm"
+    causal_in_training: ClassVar[str] = (
+        "unless depth_routing selects by top-k or mlp.moe by expert_choice"
+    )
+
+    def resolved(self):
+        """With all defaults filled in; raise UsageError if the settings do not fit together."""
+        attention = self.attention.resolved(
+            self.width, self.positions in ("rope", "both"), self.mup.scales_attention, self.use_bias
+        )
+        mlp = self.mlp.resolved(self.depth, "gelu")
+        result = dataclasses.replace(self, attention=attention, mlp=mlp)
+        result.dropout.resolved(self.width, attention.num_heads)
+        result._check_levels()
+        result._check_heads()
+        check_stack(result, self.depth)
+        if self.depth_routing.needs_token_places:
+            raise UsageError(
+                f"{self.depth_routing.where}.train_selection="
+                f"{self.depth_routing.train_selection!r}: not with config.model.family='latent', "
+                "because latents have no token type"
+            )
+        return result
+
+    def refuse(self, name, message):
+        raise UsageError(f"config.model.{name}={getattr(self, name)!r}: {message}")
+
+    def _check_levels(self):
+        levels, pairs = len(self.latents), itertools.pairwise(self.sizes)
+        if not levels or any(after >= before for before, after in pairs):
+            self.refuse(
+                "latents",
+                "expected the number of latents of a group at each level, decreasing, the first "
+                f"less than config.model.group_size={self.group_size}",
+            )
+        for name in BLOCK_COUNTS:
+            if len(self.block_counts(name)) != levels:
+                self.refuse(name, f"expected one number, or {levels}: one per level")
+        if len(self.level_widths) != levels:
+            self.refuse("level_widths", f"expected {levels} widths: of all levels but the last")
+        if len(self.level_heads) not in (0, levels):
+            self.refuse("level_heads", f"expected {levels} numbers, one for each of level_widths")
+
+    def _check_heads(self):
+        attention, masks = self.attention, self.dropout.attention
+        for width, heads in zip(self.level_widths, self.heads, strict=False):
+            divisors = {"the head width of the latent stack": attention.head_dim}
+            if self.level_heads:
+                divisors = {"its level_heads": heads}
+            if self.dropout.kind == "attention" and masks.num_heads:
+                divisors[f"{masks.where}.num_heads"] = masks.num_heads
+            for name, divisor in divisors.items():
+                if width % divisor:
+                    self.refuse("level_widths", f"{width} is not divisible by {divisor}, {name}")
+            if attention.rope_theta:
+                where = f"config.model.positions={self.positions!r}"
+                attention.check_rotary(width // heads, where, f"{width} / {heads}")
+
+    def block_counts(self, name):
+        """The number of blocks of each level."""
+        value = getattr(self, name)
+        return value if isinstance(value, tuple) else (value,) * len(self.latents)
+
+    @property
+    def sizes(self):
+        """(P_0, P_1, ..., P_n)."""
+        return (self.group_size, *self.latents)
+
+    @property
+    def widths(self):
+        """(D_0, D_1, ..., D_n)."""
+        return (*self.level_widths, self.width)
+
+    @property
+    def heads(self):
+        """The number of heads of each level of a resolved config."""
+        same_width = tuple(width // self.attention.head_dim for width in self.level_widths)
+        return (*(self.level_heads or same_width), self.attention.num_heads)
+
+    def num_groups(self, length):
+        """M of a row of `length` tokens."""
+        return -(-length // self.group_size)
+
+    def row_length(self, level, length):
+        """Latents and memory tokens of a level in a row of `length` tokens."""
+        return self.memory_global + self.num_groups(length) * self.sizes[level]
+
+    def block_runs(self, side, level):
+        """(("local" or "global", number of blocks), ...) of a level of "encoder" or "decoder"."""
+        counts = (self.block_counts(f"{side}_{kind}") for kind in ("local", "global"))
+        local, across = (count[level - 1] for count in counts)
+        pairs = min(local, across) if self.block_order == "interleaved" else 0
+        kinds = ["local", "global"] * pairs + ["local"] * (local - pairs)
+        kinds += ["global"] * (across - pairs)
+        return tuple((kind, len(list(run))) for kind, run in itertools.groupby(kinds))
+
+    def deviations(self, level):
+        """Standard deviations of the initial weights of a level, by its width."""
+        return mup.deviations(self.initialisation, self.init_std, self.mup, self.widths[level])
+
+    def stack_block(self, dtype):
+        """`BlockConfig` of a block of the latent stack, without experts."""
+        level = len(self.latents)
+        return self._block(level, dtype, self.row_length(level, self.context))
+
+    def level_block(self, level, dtype=None, context=0):
+        """`BlockConfig` of a block outside the stack that sees at most `context` latents."""
+        width, heads, attention = self.widths[level], self.heads[level], self.attention
+        if level < len(self.latents):
+            own = dict(num_heads=heads, num_kv_heads=heads, head_dim=width // heads)
+            attention = dataclasses.replace(attention, **own)
+        # `mlp.hidden` and the dropout site "embedding" are the stack's.
+        mlp = dataclasses.replace(self.mlp, hidden=0)
+        sites = tuple(site for site in self.dropout.sites if site != "embedding")
+        changes = dict(sites=sites) if sites else dict(kind="none")
+        dropout = dataclasses.replace(self.dropout, **changes)
+        c = dataclasses.replace(self, attention=attention, mlp=mlp, dropout=dropout)
+        return c._block(level, dtype, context)
+
+    def _block(self, level, dtype, context):
+        width, std = self.widths[level], self.deviations(level).hidden
+        compression = self.compression_blocks if self.compression == "transformer" else 1
+        blocks = self.depth_routing.effective_depth(self.depth) + compression * len(self.latents)
+        blocks += sum(sum(self.block_counts(name)) for name in BLOCK_COUNTS)
+        result = self.block(
+            width=width,
+            dropout=self.dropout.resolved(width, self.heads[level]),
+            std=std,
+            std_out=std / (2 * blocks) ** 0.5,
+            dtype=dtype,
+            router_scale=self.mup.logit_scale(width),
+        )
+        return dataclasses.replace(result, context=context)
+
+
+# ---- the latents of a level in a call ----------------------------------------------------------
+
+
+@struct.dataclass
+class LevelCalls:
+    """The latents of one level in a call of the model, as its attentions see them.
+
+    Attributes:
+      group: `Call` whose rows are groups, [1 or B*M, P]; decoding: of the new latents, [B, S].
+      local, row: of groups, and of whole rows, with memory tokens before them.
+      index_BS: number of each latent among those of its row, in time order; -1: none.
+      start_B1: the number of latents of the row before this call.
+    """
+
+    group: Call
+    local: Call
+    row: Call
+    index_BS: Any
+    start_B1: Any
+
+
+def level_calls(c, call, batch, length):
+    """[LevelCalls] of each level for `length` tokens in each row, before padding to whole groups.
+
+    While decoding, the new tokens of a row have consecutive positions, and padding (-1) follows
+    them. So the new latents of a level are consecutive too, and their largest number is known.
+    """
+    size_0 = c.group_size
+    if call.decode:
+        most, first_B1 = length, jnp.maximum(call.positions_BT[:, :1], 0)
+        stop_B1 = first_B1 + jnp.sum(call.positions_BT >= 0, axis=1, keepdims=True)
+    else:
+        most = c.num_groups(length) * size_0
+        first_B1, stop_B1 = jnp.zeros((1, 1), jnp.int32), length
+    begins_B1 = (first_B1 == 0) & (first_B1 < stop_B1)
+    result = []
+    for level, size in enumerate(c.sizes):
+        skipped = size_0 - size  # tokens at the start of a group without a latent
+        start_B1 = first_B1 // size_0 * size + jnp.maximum(first_B1 % size_0 - skipped, 0)
+        index_BS = start_B1 + _range(most // size_0 * size + min(most % size_0, size))
+        group_BS, offset_BS = index_BS // size, index_BS % size
+        token_BS = group_BS * size_0 + skipped + offset_BS
+        is_new_BS = token_BS < stop_B1
+        row = call.replace(positions_BT=jnp.where(is_new_BS, index_BS, -1))
+        group = call.replace(positions_BT=jnp.where(is_new_BS, offset_BS, -1))
+        if call.decode:
+            # The caches keep the largest group of a call: not that of padding.
+            number_BS = jnp.where(is_new_BS, ALL_GROUPS + 1 + group_BS, 0)
+            group = group.replace(segment_ids_BT=number_BS)
+        else:
+            at_BP = jnp.tile(group.positions_BT.reshape(-1, size), (batch, 1))
+            group = group.replace(positions_BT=at_BP)
+        if call.segment_ids_BT is not None:
+            position_BS, segment_ids_BS = (
+                y_BT.reshape(batch, -1, size_0)[:, :, skipped:].reshape(batch, -1)
+                for y_BT in (call.positions_BT, call.segment_ids_BT)
+            )
+            group = group.replace(segment_ids_BT=segment_ids_BS.reshape(-1, size))
+            # Positions count from the group in which the document begins.
+            first_BS = (token_BS - position_BS) // size_0
+            row = row.replace(
+                positions_BT=row.positions_BT - first_BS * size,
+                segment_ids_BT=segment_ids_BS,
+                count_BT=selection.running_count(segment_ids_BS > 0, segment_ids_BS),
+            )
+        # Local memory tokens are computed with each call, global ones when the row begins.
+        has_new_B1 = jnp.any(is_new_BS, axis=1, keepdims=True)
+        local = _after_memory(group, c.memory_local, has_new_B1)
+        row_size = c.row_length(level, call.cache.size) if call.decode else 0
+        result.append(
+            LevelCalls(
+                group=group.with_cache(grouped=True, size=size),
+                local=local.with_cache(grouped=True, size=c.memory_local + size),
+                row=_after_memory(row, c.memory_global, begins_B1).with_cache(size=row_size),
+                index_BS=jnp.where(is_new_BS, index_BS, -1),
+                start_B1=start_B1,
+            )
+        )
+    return result
+
+
+def _range(length):
+    return jnp.arange(length, dtype=jnp.int32)[None]
+
+
+def _after_memory(call, count, is_present_B1):
+    """The `Call` with `count` memory tokens first, in rows where they are present."""
+    if not count:
+        return call
+    at_BS = jnp.where(call.positions_BT >= 0, call.positions_BT + count, -1)
+    memory_BC = jnp.where(is_present_B1, _range(count), -1)
+    memory_BC = jnp.broadcast_to(memory_BC, (len(at_BS), count))
+    call = call.replace(positions_BT=jnp.concatenate([memory_BC, at_BS], axis=1))
+    if call.segment_ids_BT is None:
+        return call
+    before = ((0, 0), (count, 0))
+    segment_ids_BS = jnp.pad(call.segment_ids_BT, before, constant_values=ALL_GROUPS)
+    return call.replace(segment_ids_BT=segment_ids_BS)
+
+
+# ---- blocks of a level -------------------------------------------------------------------------
+
+
+def make_memory(module, name, count, b, std):
+    """Learned memory tokens [count, D] before the input of blocks like `b`."""
+    if not count:
+        return jnp.zeros((0, b.width), b.dtype)
+    init = nn.initializers.normal(std)
+    return parameter(module, name, init, (count, b.width), ("position", "table")).astype(b.dtype)
+
+
+def prepend(memory, x_BSD):
+    """Memory tokens [C, D], or their states [B, C, D], before x."""
+    if not memory.shape[-2]:
+        return x_BSD
+    memory = broadcast(memory, (len(x_BSD), *memory.shape[-2:]))
+    return jnp.concatenate([memory, x_BSD], axis=1)
+
+
+def run_layers(layers, x_BSD, call):
+    """layers(x, call). Decoding, they do not run if the call has no token for them."""
+    if not call.decode or layers.is_initializing():
+        return layers(x_BSD, call)
+
+    # A loop of at most one iteration: XLA copies the caches that a conditional returns.
+    def is_pending(layers, carry):
+        return carry[0]
+
+    def run(layers, carry):
+        return jnp.zeros_like(carry[0]), layers(carry[1], call)
+
+    carry = (jnp.any(call.positions_BT >= 0), x_BSD)
+    return nn.while_loop(is_pending, run, layers, carry, carry_variables="cache")[1]
+
+
+def with_mask_input(mask_input, x_BSD, call):
+    """The `Call` with the input of learned masks, made from x; `mask_input` may be None."""
+    if mask_input is None:
+        return call
+    return call.replace(mask_input_BTD=run_layers(mask_input, x_BSD, call))
+
+
+def by_group(x_BSD, size, calls):
+    """[B, M * P, D] -> [B * M, P, D]; decoding: unchanged, its attention keeps groups apart."""
+    return x_BSD if calls.group.decode else x_BSD.reshape(-1, size, x_BSD.shape[-1])
+
+
+class LevelBlocks(nn.Module):
+    """The local and global blocks of a level: [B, S, D] -> [B, S, D].
+
+    Attributes:
+      level: the level of these latents. runs: see `LatentConfig.block_runs`.
+    """
+
+    config: LatentConfig
+    level: int
+    runs: tuple
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x_BSD, calls):
+        c, level, shape = self.config, self.level, x_BSD.shape
+        lengths = {"local": c.sizes[level], "global": c.num_groups(c.context) * c.sizes[level]}
+        kind_calls = {"local": calls.local, "global": calls.row}
+        blocks, memory = {}, {}
+
+        def with_memory(kind):
+            x = by_group(x_BSD, c.sizes[level], calls) if kind == "local" else x_BSD
+            return prepend(memory[kind], x)
+
+        for kind in dict(self.runs):
+            name, count = f"memory_{kind}", getattr(c, f"memory_{kind}")
+            blocks[kind] = b = c.level_block(level, self.dtype, count + lengths[kind])
+            memory[kind] = make_memory(self, name, count, b, c.deviations(level).table)
+            mask_input = learned_dropout.make_mask_input(b, f"mask_input_{kind}")
+            call = with_mask_input(mask_input, with_memory(kind), kind_calls[kind])
+            kind_calls[kind] = call
+        for i, (kind, number) in enumerate(self.runs):
+            specs, count = (LayerSpec(blocks[kind]),) * number, getattr(c, f"memory_{kind}")
+            stack = Stack(specs, False, c.remat, name=f"{kind}_{i}")
+            y = run_layers(stack, with_memory(kind), kind_calls[kind])
+            memory[kind], x_BSD = y[:, :count], y[:, count:].reshape(shape)
+        return x_BSD
+
+
+# ---- encoder levels ----------------------------------------------------------------------------
+
+
+class Compress(Block):
+    """Compress each group: latents of level i - 1 [B, S, D_{i-1}] -> of level i [B, S', D_i].
+
+    The first block is h = x W + Attention(norm x), then h + MLP(norm h), or as `BlockKind` says.
+    `perceiver`: only for the last P_i positions of a group, whose queries attend to all positions
+    up to their own: latent j sees position p iff p <= P_{i-1} - P_i + j. `transformer`: for all
+    positions, followed by further blocks; then the last P_i are kept.
+
+    Attributes:
+      config: `BlockConfig` of level i. model: the settings. level: i.
+    """
+
+    model: Any = None
+    level: int = 1
+
+    def setup(self):
+        super().setup()
+        b, c = self.config, self.model
+        self.residual = _change_width(b, c.widths[self.level - 1])
+        self.mask_input = learned_dropout.make_mask_input(b)
+        self.blocks = None
+        if c.compression == "transformer" and c.compression_blocks > 1:
+            self.blocks = Stack((LayerSpec(b),) * (c.compression_blocks - 1), False, c.remat)
+
+    def __call__(self, x_BSD, inner, outer):
+        """`inner`, `outer`: `LevelCalls` of levels i - 1 and i."""
+        b, c, batch = self.config, self.model, len(x_BSD)
+        size, inner_size, call = c.sizes[self.level], c.sizes[self.level - 1], inner.group
+        skipped = inner_size - size
+
+        def keep(y):
+            """The last P_i positions of each group."""
+            if not call.decode:
+                return y[:, skipped:]
+            group_BS, offset_BS = outer.index_BS // size, outer.index_BS % size
+            return _rows_at(y, group_BS * inner_size + skipped + offset_BS - inner.start_B1)
+
+        x = by_group(x_BSD, inner_size, inner)
+        n = norm_input(b, self.norm_attention, x)
+        if c.compression == "perceiver":
+            at = outer.group.positions_BT
+            queries = outer.group.replace(positions_BT=jnp.where(at >= 0, skipped + at, -1))
+            # Padding is last in its group: as a key it has a position that no query reaches.
+            keys = call if call.decode else call.replace(positions_BT=_range(inner_size))
+            a, x, call = self.attention(keep(n), queries, (n, keys)), keep(x), outer.group
+        else:
+            a = self.attention(n, call)
+        h = self.residual(x)
+        call = with_mask_input(self.mask_input, h, call)
+        a = with_dropout(
+            self.dropout_attention_output, norm_output(b, self.norm_attention, a), call
+        )
+        h = h + a + self.mlp_increment(mlp_input(b, h, a), call)
+        if self.blocks is not None:
+            h = self.blocks(h, call)
+        h = keep(h) if c.compression == "transformer" else h
+        return h.reshape(batch, -1, h.shape[-1])
+
+
+def _rows_at(y_BSD, index_BC):
+    """Rows of y [B, S, D] at these indices, clipped: [B, C, D]."""
+    return jax.vmap(lambda y, index: y.at[index].get(mode="clip"))(y_BSD, index_BC)
+
+
+def _change_width(b, width, name=None):
+    """A linear map from `width` to the width of `b` that keeps the size of its input."""
+    return Linear(b.width, ("embed", "table"), width**-0.5, b.use_bias, b.dtype, name=name)
+
+
+def add_positions(x_BSD, table, size, calls):
+    """Add the rows of a level's table, if any, by the position in the group."""
+    if table is None:
+        return x_BSD
+    # Only padding of a context shorter than a group lies outside the table.
+    offset_BS = jnp.clip(calls.index_BS % size, 0, table.num_embeddings - 1)
+    return x_BSD + broadcast(table(offset_BS), x_BSD.shape)
+
+
+class EncoderLevel(nn.Module):
+    """Compression, level positions, blocks: [B, S, D_{i-1}] -> [B, S', D_i]."""
+
+    config: LatentConfig
+    level: int
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x_BSD, inner, outer, table):
+        c, i, compress = self.config, self.level, Compress
+        if c.remat != "none":
+            compress = nn.remat(Compress, policy=REMAT_POLICIES[c.remat])
+        b = c.level_block(i, self.dtype, c.sizes[i - 1])
+        x_BSD = compress(b, c, i, name="compress")(x_BSD, inner, outer)
+        x_BSD = add_positions(x_BSD, table, c.sizes[i], outer)
+        runs = c.block_runs("encoder", i)
+        return LevelBlocks(c, i, runs, self.dtype, name="blocks")(x_BSD, outer)
+
+
+# ---- decoder levels ----------------------------------------------------------------------------
+
+
+def repeat_latents(z_BMPD, count, repeat):
+    """The latents of each group repeated and cut at the left to `count`: [B, M, count, D].
+
+    "tile": all of them again and again; "in_place": each several times in a row.
+    """
+    batch, groups, size, width = z_BMPD.shape
+    copies = -(-count // size)
+    axis, order = (2, (copies, size)) if repeat == "tile" else (3, (size, copies))
+    # Broadcast and not gathered: gradients are summed in float32, in a fixed order.
+    z = broadcast(jnp.expand_dims(z_BMPD, axis), (batch, groups, *order, width))
+    return z.reshape(batch, groups, copies * size, width)[:, :, copies * size - count :]
+
+
+class Upsample(nn.Module):
+    """Upsample each group: latents of level i [B, S, D_i] -> of level i - 1 [B, S', D_{i-1}].
+
+    The last P_i positions of a group take its own latents. The earlier ones take repeated latents
+    of the group before, the last group that is complete when their token arrives. The first group
+    of a document has learned vectors [P_{i-1} - P_i, D_i] there. Then a linear map to D_{i-1},
+    computed before the latents are repeated, which is the same and cheaper.
+    """
+
+    config: LatentConfig
+    level: int
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, y_BSD, latents, outer):
+        """`latents`, `outer`: `LevelCalls` of levels i and i - 1."""
+        c, i, batch = self.config, self.level, len(y_BSD)
+        early = c.sizes[i - 1] - c.sizes[i]
+        linear = _change_width(c.level_block(i - 1, self.dtype), c.widths[i], "linear")
+        init = nn.initializers.normal(c.deviations(i - 1).table)
+        first_PD = parameter(self, "first", init, (early, c.widths[i]), ("position", "table"))
+        z_BSD, first_PD = linear(y_BSD), linear(first_PD.astype(self.dtype))
+        if outer.group.decode:
+            return self._decode(z_BSD, first_PD, early, latents, outer)
+        z_BMPD = z_BSD.reshape(batch, -1, c.sizes[i], z_BSD.shape[-1])
+        before = repeat_latents(z_BMPD[:, :-1], early, c.repeat)
+        if outer.group.segment_ids_BT is not None:
+            shape = batch, z_BMPD.shape[1], -1, 1
+            documents = outer.group.segment_ids_BT.reshape(shape)[:, 1:, :early]
+            other = latents.group.segment_ids_BT.reshape(shape)[:, :-1]
+            is_same = documents == repeat_latents(other, early, c.repeat)
+            before = jnp.where(is_same, before, broadcast(first_PD, before.shape))
+        start = broadcast(first_PD, (batch, 1, *first_PD.shape))
+        early_BMPD = jnp.concatenate([start, before], axis=1)
+        return jnp.concatenate([early_BMPD, z_BMPD], axis=2).reshape(batch, -1, z_BSD.shape[-1])
+
+    def _decode(self, z_BSD, first_PD, early, latents, outer):
+        """The cache holds the last 2 P_i latents of each row; new ones are appended."""
+        c, (batch, _, width) = self.config, z_BSD.shape
+        size, outer_size = c.sizes[self.level], c.sizes[self.level - 1]
+        shape = batch, 2 * size, width
+        cache = self.variable("cache", "latents", jnp.zeros, shape, z_BSD.dtype)
+        all_BSD = jnp.concatenate([cache.value, z_BSD], axis=1)
+        if not self.is_initializing():
+            new_B1 = jnp.sum(latents.index_BS >= 0, axis=1, keepdims=True)
+            cache.value = _rows_at(all_BSD, new_B1 + _range(2 * size))
+        # The latent that each position takes, by its number in the row.
+        group_BS, offset_BS = outer.index_BS // outer_size, outer.index_BS % outer_size
+        is_early_BS, early_BS = offset_BS < early, jnp.minimum(offset_BS, early - 1)
+        order_P = repeat_latents(_range(size).reshape(1, 1, size, 1), early, c.repeat).reshape(-1)
+        index_BS = (group_BS - 1) * size + order_P[early_BS]
+        index_BS = jnp.where(is_early_BS, index_BS, group_BS * size + offset_BS - early)
+        y_BSD = _rows_at(all_BSD, 2 * size + index_BS - latents.start_B1)
+        is_first_BS = is_early_BS & (group_BS == 0)
+        return jnp.where(is_first_BS[..., None], first_PD[early_BS], y_BSD)
+
+
+class DecoderLevel(nn.Module):
+    """Upsampling, level positions, blocks, skip connection: [B, S, D_i] -> [B, S', D_{i-1}].
+
+    `upsampling="attention"` (Nawrot et al. 2021, section 3.2.2): x <- skip + x + Attention(q = skip
+    + x, k and v = x) inside the group. As published, without norms and output matrix, or with both
+    (`upsampling_norm`). The skip connection joins after the blocks or before them, as a sum or as
+    a skip + (1 - a) x; if before, the joined state is the skip + x of upsampling by attention.
+    """
+
+    config: LatentConfig
+    level: int
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, y_BSD, skip_BSD, latents, outer, table):
+        c, i = self.config, self.level
+        x_BSD = Upsample(c, i, self.dtype, name="upsample")(y_BSD, latents, outer)
+        x_BSD = add_positions(x_BSD, table, c.sizes[i - 1], outer)
+        spread_BSD, joins_before = x_BSD, c.skip_joins == "before"
+        if joins_before:
+            x_BSD = self._join(skip_BSD, x_BSD)
+        if c.upsampling == "attention":
+            x_BSD = x_BSD if joins_before else skip_BSD + x_BSD
+            x_BSD = x_BSD + self._attention(x_BSD, spread_BSD, outer)
+        runs = c.block_runs("decoder", i)
+        x_BSD = LevelBlocks(c, i - 1, runs, self.dtype, name="blocks")(x_BSD, outer)
+        return x_BSD if joins_before else self._join(skip_BSD, x_BSD)
+
+    def _join(self, skip_BSD, x_BSD):
+        if self.config.skip == "sum":
+            return skip_BSD + x_BSD
+        init = nn.initializers.constant(0.5)
+        a_11D = parameter(self, "skip", init, skip_BSD.shape[-1:], ("norm",))[None, None]
+        # In float32: training moves a from 1/2 by less than bfloat16 resolves.
+        skip_BSD, wide_BSD = skip_BSD.astype(jnp.float32), x_BSD.astype(jnp.float32)
+        return (a_11D * skip_BSD + (1 - a_11D) * wide_BSD).astype(x_BSD.dtype)
+
+    def _attention(self, x_BSD, spread_BSD, outer):
+        c, size, call = self.config, self.config.sizes[self.level - 1], outer.group
+        b = c.level_block(self.level - 1, self.dtype, size)
+        x, spread = (by_group(y, size, outer) for y in (x_BSD, spread_BSD))
+        query, width = x, None
+        if c.upsampling_norm:
+            query, spread = make_norm(b, "norm_queries")(x), make_norm(b, "norm_latents")(spread)
+            width = b.width
+        a = make_attention(b, "attention", width=width)(query, call, (spread, None))
+        dropout = learned_dropout.make_dropout(
+            b, "attention_output", name="dropout_attention_output"
+        )
+        if dropout is not None:
+            mask_input = learned_dropout.make_mask_input(b, "mask_input")
+            a = dropout(a, with_mask_input(mask_input, x, call))
+        return a.reshape(x_BSD.shape)
+
+
+# ---- the latent loss ---------------------------------------------------------------------------
+
+
+class LatentPrediction(nn.Module):
+    """Sow the loss `latent_prediction` of latents x [B, S, D]: predict x_{t+1} by p_t = W x_t.
+
+    Over the pairs (t, t + 1) of one document (none: 0), with z_t = x_{t+1} without gradient:
+        cosine  1 - cos(p_t, z_t), as in Mirasol with the cosine as the distance
+        siglip  -sum_s log sigmoid(y_ts (exp(a) cos(p_t, z_s) + b)) with learned a and b, y = 1 for
+                s = t, else -1, over the pairs s of the same row (Zhai et al. 2023, arXiv
+                2303.15343, equation 1)
+    Equal latents have no cosine loss, so its coefficient must be small; siglip tells them apart.
+    """
+
+    config: LatentLossConfig
+    std: float
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x_BSD, segment_ids_BS):
+        """segment_ids_BS: documents; 0: padding."""
+        c, width = self.config, x_BSD.shape[-1]
+        linear = Linear(width, ("embed", "heads"), self.std, dtype=self.dtype, name="predict")
+        p_BTD, z_BTD = norms.l2_normalize(linear(x_BSD[:, :-1])), norms.l2_normalize(x_BSD[:, 1:])
+        if not c.target_gradient:
+            z_BTD = jax.lax.stop_gradient(z_BTD)
+        is_same_BT = segment_ids_BS[:, :-1] == segment_ids_BS[:, 1:]
+        pairs_BT = is_same_BT & (segment_ids_BS[:, 1:] > 0)
+        if c.kind == "cosine":
+            loss_BT = 1.0 - jnp.sum(p_BTD * z_BTD, axis=-1)
+        else:
+            # The initial values of Zhai et al., section 3.2: most pairs do not match.
+            a, b = self._scalar("log_temperature", 2.302585092994046), self._scalar("bias", -10.0)
+            logits_BTS = jnp.exp(a) * jnp.einsum("BTD,BSD->BTS", p_BTD, z_BTD) + b
+            sign_BTS = 2.0 * jnp.eye(logits_BTS.shape[-1])[None] - 1.0
+            loss_BTS = -jax.nn.log_sigmoid(sign_BTS * logits_BTS)
+            loss_BT = jnp.sum(loss_BTS * pairs_BT[:, None], axis=-1)
+        means.sow(self, "losses", "latent_prediction", means.over(loss_BT, pairs_BT))
+
+    def _scalar(self, name, value):
+        return parameter(self, name, nn.initializers.constant(value), (), ())
+
+
+# ---- the model ---------------------------------------------------------------------------------
+
+
+class StackMemory(nn.Module):
+    """The memory tokens before the latents of the stack: the arguments of `make_memory`."""
+
+    settings: tuple
+
+    @nn.compact
+    def __call__(self):
+        return make_memory(self, "memory_global", *self.settings)
+
+
+class Latent(LanguageModel):
+    """Tokens to logits; see `efx.models` for the contract and `LatentConfig` for the settings."""
+
+    def setup(self):
+        c, std = self.config, self.config.deviations(0)
+        self.embed = self.token_table(c.widths[0], std.table)
+        self.positions_embed = []
+        if c.positions != "rope":
+            first = c.context if c.positions == "absolute" else c.group_size
+            self.positions_embed = [
+                Embedding(rows, width, std.table, self.dtype, axes=("position", "table"))
+                for rows, width in zip((first, *c.latents), c.widths, strict=True)
+            ]
+        self.token_dropout = self.dropout_embedding = None
+        b, stack_std = c.stack_block(self.dtype), c.deviations(len(c.latents)).table
+        if c.dropout.learned:
+            self.dropout_embedding = learned_dropout.make_dropout(b, "embedding")
+        elif c.dropout.active("embedding"):
+            self.token_dropout = StandardDropout(c.dropout.rate)
+        levels = range(1, len(c.sizes))
+        self.encoder = [EncoderLevel(c, i, self.dtype) for i in levels]
+        self.memory = StackMemory((c.memory_global, b, stack_std))
+        self.mask_input = learned_dropout.make_mask_input(b)
+        self.layers = Stack(self.specs(), c.scan_layers, c.remat, c.dense_former)
+        if c.latent_loss.kind != "none":
+            self.prediction = LatentPrediction(c.latent_loss, b.std, self.dtype)
+        self.decoder = [DecoderLevel(c, i, self.dtype) for i in levels]
+        self.norm_final = norms.RMSNorm(c.norm_eps, dtype=self.dtype)
+        if not c.tied:
+            self.head = self.output_layer(std.head)
+
+    def specs(self):
+        """The layers of the latent stack."""
+        return layer_specs(self.config.stack_block(self.dtype), self.config)
+
+    def features(
+        self,
+        tokens_BT,
+        positions_BT=None,
+        segment_ids_BT=None,
+        train=False,
+        decode=False,
+        cache_size=0,
+    ):
+        """The normalised state [B, T, D_0] that the output layer reads.
+
+        As in `Model.features`, except that positions need documents (`segment_ids_BT`). Decoding,
+        the tokens of a row have consecutive positions, and padding follows them.
+        """
+        c, (batch, length) = self.config, tokens_BT.shape
+        if c.dropout.by_position or c.positions == "absolute":
+            self.check_context(cache_size if decode else length)
+        call = self.make_call(positions_BT, segment_ids_BT, train, decode, cache_size)
+        if not decode:
+            tokens_BT, call = self._pad_to_groups(tokens_BT, call)
+        calls = level_calls(c, call, batch, length)
+        x_BSD = self._embed(tokens_BT, length, call.positions_BT, calls[0])
+        tables, skips = self.positions_embed or [None] * len(c.sizes), []
+        for i, level in enumerate(self.encoder):
+            skips.append(x_BSD)
+            x_BSD = level(x_BSD, calls[i], calls[i + 1], tables[i + 1])
+        x_BSD = self._run_stack(x_BSD, calls[-1])
+        for i, level in reversed(list(enumerate(self.decoder))):
+            x_BSD = level(x_BSD, skips[i], calls[i + 1], calls[i], tables[i])
+        return self.norm_final(x_BSD[:, :length])
+
+    def _pad_to_groups(self, tokens_BT, call):
+        if call.segment_ids_BT is not None:
+            self.check_packing()
+        elif call.positions_BT is not None:
+            raise UsageError(
+                "positions_BT without segment_ids_BT: the latent family derives positions "
+                "from the index in the row; leave positions_BT out, or pass segment_ids_BT too"
+            )
+        length = tokens_BT.shape[1]
+        padding = ((0, 0), (0, -length % self.config.group_size))
+        positions_BT = _range(length) if call.positions_BT is None else call.positions_BT
+        call = call.replace(positions_BT=jnp.pad(positions_BT, padding))
+        if call.segment_ids_BT is not None:
+            call = call.for_rows(len(tokens_BT))
+            call = call.replace(segment_ids_BT=jnp.pad(call.segment_ids_BT, padding))
+        return jnp.pad(tokens_BT, padding), call
+
+    def _embed(self, tokens_BT, length, positions_BT, calls):
+        """Embed tokens, `length` in a row without padding, with their positions."""
+        c, x_BTD = self.config, self.embed(tokens_BT)
+        if c.positions == "absolute":
+            rows_BTD = self.positions_embed[0](jnp.maximum(positions_BT, 0))
+            x_BTD = x_BTD + broadcast(rows_BTD, x_BTD.shape)
+        elif self.positions_embed:
+            x_BTD = add_positions(x_BTD, self.positions_embed[0], c.group_size, calls)
+        if c.embedding_noise and calls.group.train:
+            # Jain et al. 2023, arXiv 2310.05914, section 3.
+            bound = c.embedding_noise / (length * x_BTD.shape[-1]) ** 0.5
+            key = self.make_rng("dropout")
+            x_BTD = x_BTD + jax.random.uniform(key, x_BTD.shape, x_BTD.dtype, -bound, bound)
+        x_BTD = with_dropout(self.token_dropout, x_BTD, calls.group)
+        return constrain(x_BTD, "batch", "length", "act_embed")
+
+    def _run_stack(self, x_BSD, calls):
+        """The latent stack; learned dropout takes its input as the embedding."""
+        c, call = self.config, calls.row
+        x_BSD = prepend(self.memory(), x_BSD)
+        call = with_mask_input(self.mask_input, x_BSD, call)
+        x_BSD = with_dropout(self.dropout_embedding, x_BSD, call)
+        x_BSD = run_layers(self.layers, x_BSD, call)[:, c.memory_global :]
+        wants_loss = c.latent_loss.kind != "none" and not call.decode
+        if wants_loss and (means.wanted(self) or self.is_initializing()):
+            documents_BS = call.segment_ids_BT
+            if documents_BS is None:
+                documents_BS = call.real(len(x_BSD)).astype(jnp.int32)
+            self.prediction(x_BSD, documents_BS[:, c.memory_global :])
+        # Laid out without the memory tokens: XLA for CPUs computed a wrong gradient of the next
+        # linear map from a slice of an array that is laid out with them.
+        return constrain(x_BSD, "batch", "length", "act_embed")
+
+    @nn.nowrap
+    def check_packing(self):
+        """Raise UsageError if the model has memory tokens, which belong to no document."""
+        super().check_packing()
+        for name in ("memory_local", "memory_global"):
+            if getattr(self.config, name):
+                self.config.refuse(
+                    name, "packed rows have no memory tokens; use 0, or config.data.packing=False"
+                )
+
+    @property
+    def logit_scale(self):
+        return self.config.mup.logit_scale(self.config.widths[0])
+
+    @nn.nowrap
+    def stack_length(self, length):
+        return self.config.stack_length(length)
+
+    @nn.nowrap
+    def token_of_place(self, path, positions_RS, length):
+        c, (first, *inside) = self.config, path.split("/")
+        in_stack = first in ("layers", "dropout_embedding")
+        if not in_stack and not first.startswith(("encoder", "decoder")):
+            return positions_RS
+        in_row = in_stack or any(name.startswith("global_") for name in inside)
+        is_local = any(name.startswith("local_") for name in inside)
+        memory = c.memory_global if in_row else c.memory_local * is_local
+        latents, index_RS = positions_RS.shape[1] - memory, positions_RS - memory
+        size = latents // c.num_groups(length) if in_row else latents
+        group_RS = index_RS // size if in_row else np.arange(len(positions_RS))[:, None]
+        token_RS = (group_RS + 1) * c.group_size - size + index_RS % size
+        return np.where((index_RS >= 0) & (token_RS < length), token_RS, -1)
+
+    @nn.nowrap
+    def ledger(self, length, selection="train", shares=None):
+        """Nominal FLOPs of one row; see `Model.ledger`."""
+        c, groups, level = self.config, self.config.num_groups(length), len(self.config.latents)
+        b, latents = c.stack_block(self.dtype), c.row_length(level, length)
+        parts = [
+            self.head_flops(length, c.widths[0]),
+            costs.stack_flops(self.blocks(), latents, selection, shares),
+            costs.embedding_mask_flops(b, latents, _pairs(b, 1, latents)),
+        ]
+        for i in range(1, len(c.sizes)):
+            parts += [_compression_flops(c, i, groups), _upsampling_flops(c, i, groups)]
+            parts += _level_flops(c, "encoder", i, i, groups)
+            parts += _level_flops(c, "decoder", i, i - 1, groups)
+        if c.latent_loss.kind != "none":
+            pairs = groups * c.latents[-1] - 1
+            columns = c.width + pairs * (c.latent_loss.kind == "siglip")
+            parts.append({"latent_prediction": flops.matmul(pairs, c.width, columns)})
+        return flops.Ledger(length, flops.add(parts))
+
+
+# ---- nominal FLOPs of one row, {component: FLOPs} ----------------------------------------------
+
+
+def _pairs(b, rows, length):
+    return rows * flops.causal_pairs(length, b.attention.window)
+
+
+def _level_flops(c, side, level, width_level, groups):
+    """The local and global blocks of a level of the encoder or the decoder."""
+    b, size, parts = c.level_block(width_level), c.sizes[width_level], []
+    for kind, rows, length in (
+        ("local", groups, c.memory_local + size),
+        ("global", 1, c.memory_global + groups * size),
+    ):
+        if number := c.block_counts(f"{side}_{kind}")[level - 1]:
+            parts.append(_blocks_flops(b, "levels", number, rows, length))
+            parts.append(costs.mask_input_flops(b, rows * length, _pairs(b, rows, length)))
+    return parts
+
+
+def _blocks_flops(b, component, number, rows, length):
+    """`number` blocks on `rows` sequences of `length` latents."""
+    names = {"attention_scores": "level_scores", "attention_projections": component}
+    one = costs.stack_flops({"": LayerSpec(b)}, length, "train")
+    parts = [{names.get(name, name): value} for name, value in one.items() if name != "mlp"]
+    total = flops.add([*parts, {component: one["mlp"]}])
+    return {name: number * rows * value for name, value in total.items()}
+
+
+def _attention_flops(b, queries, keys, width, pairs, has_output=True):
+    """(projections, scores) of an attention whose inputs have this width."""
+    a = b.attention
+    heads, kv_heads = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+    work = flops.matmul(queries, width, heads) + flops.matmul(keys, width, 2 * kv_heads)
+    work += flops.matmul(queries, heads, b.width) * has_output
+    return work, flops.attention_scores(pairs, a.num_heads, a.head_dim)
+
+
+def _compression_flops(c, level, groups):
+    b, size, inner = c.level_block(level), c.sizes[level], c.sizes[level - 1]
+    computed, width, more, scores = groups * inner, c.widths[level - 1], {}, "level_scores"
+    pairs = mask_pairs = _pairs(b, groups, inner)
+    if c.compression == "perceiver":
+        computed, scores = groups * size, "compression_scores"
+        pairs, mask_pairs = pairs - _pairs(b, groups, inner - size), _pairs(b, groups, size)
+    else:
+        more = _blocks_flops(b, "compression", c.compression_blocks - 1, groups, inner)
+    work, seen = _attention_flops(b, computed, groups * inner, width, pairs)
+    work += flops.matmul(computed, width, b.width) + costs.mlp_flops(b, computed)["mlp"]
+    masks = costs.mask_flops(b, computed, mask_pairs, "attention_output", "mlp_output")
+    mask_input = costs.mask_input_flops(b, computed, mask_pairs)
+    return flops.add([{"compression": work, scores: seen}, masks, mask_input, more])
+
+
+def _upsampling_flops(c, level, groups):
+    b, size = c.level_block(level - 1), c.sizes[level - 1]
+    parts = [{"upsampling": flops.matmul(groups * c.sizes[level], c.widths[level], b.width)}]
+    if c.upsampling == "attention":
+        computed, pairs = groups * size, _pairs(b, groups, size)
+        options = b.width, pairs, c.upsampling_norm
+        work, seen = _attention_flops(b, computed, computed, *options)
+        parts.append({"upsampling": work, "level_scores": seen})
+        if b.dropout.active("attention_output"):
+            parts.append(costs.mask_flops(b, computed, pairs, "attention_output"))
+            parts.append(costs.mask_input_flops(b, computed, pairs))
+    return flops.add(parts)

@@ -1,1 +1,0 @@
-"""The grouped-latent transformer: settings, levels, loss of latents, model, ledger."""
