@@ -40,7 +40,7 @@ Variants, to be combined with commas:
     configs/latent.py:soft          4 soft experts and 1 shared MLP in every fourth block
     configs/latent.py:averages      DenseFormer averages
     configs/latent.py:prediction    the latent loss, whose weight rises over 200 steps
-    configs/latent.py:spike_no_more initialisation and rates that follow the width: with muP
+    configs/latent.py:spike_no_more initialisation and rates that scale with the width (muP)
     configs/latent.py:one_level     4 latents for 16 tokens, and no level in between
     configs/latent.py:transformer   compression by two blocks inside the group
     configs/latent.py:attention     upsampling by attention

@@ -34,7 +34,7 @@ from efx.checkpoint.files import finished_steps, warn
 from efx.data import SPLITS, load, tokenizers
 from efx.data.tokenizers import load_tokenizer
 from efx.errors import UsageError
-from efx.layers import kernels
+from efx.layers import kernels, mup
 from efx.runfolder import TOKENIZER_FILE
 
 # Of config.data: what decides which text there is, and what else which part of it is held out.
@@ -133,9 +133,10 @@ class Training:
         e, c = experiment, experiment.config
         self.experiment = e
         boxed = models.variable_shapes(e.model)
-        params, base = nn.unbox(boxed["params"]), e.model.config.mup.base_width
-        self.optimizer, self.schedule = optim.make_optimizer(c.optim, e.steps, params, base)
-        self.summary = optim.describe_groups(c.optim, params, base)
+        params, ratio = nn.unbox(boxed["params"]), e.model.config.mup_ratio
+        mup.check_optimizer(c.optim.name, e.model.config.mup)
+        self.optimizer, self.schedule = optim.make_optimizer(c.optim, e.steps, params, ratio)
+        self.summary = optim.describe_groups(c.optim, params, ratio)
         self.shapes = _state(e, boxed, self.optimizer)
         self.shardings = jax.tree.map(lambda x: x.sharding, self.shapes)
         self.batch = step_lib.batch_shapes(c, c.data.batch_size, e.mesh, e.rules)
@@ -188,8 +189,7 @@ class Training:
     def check_memory(self):
         """UsageError where a step needs more memory than there is."""
         e, c, state = self.experiment, self.experiment.config, self.shapes
-        base = e.model.config.mup.base_width
-        groups = optim.parameter_groups(c.optim, state.params, base)
+        groups = optim.parameter_groups(c.optim, state.params)
         paths = optim.param_paths(state.params)
         trained = [paths[path] for path, group in groups.items() if not group.frozen]
         rows = c.data.batch_size // c.train.accumulation

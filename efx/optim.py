@@ -63,14 +63,14 @@ def param_paths(params):
     return traverse_util.flatten_dict(meta.unbox(params), sep="/")
 
 
-def make_optimizer(config_optim, total_steps, params_shapes, mup_base=0):
+def make_optimizer(config_optim, total_steps, params_shapes, mup_ratio=1.0):
     """The gradient transformation and the learning-rate schedule of a run.
 
     Args:
       config_optim: the `config.optim` block.
       total_steps: steps of the run; the length of the schedule if `decay_steps` is 0.
       params_shapes: parameter tree of arrays or `jax.ShapeDtypeStruct`s.
-      mup_base: `config.model.mup.base_width`; 0: no muP.
+      mup_ratio: `config.model.mup_ratio`, see `efx.layers.mup`.
 
     Returns:
       (transformation, schedule); schedule(step) is the rate used by the update of zero-based `step`
@@ -83,7 +83,7 @@ def make_optimizer(config_optim, total_steps, params_shapes, mup_base=0):
     _say_if_cut(config_optim.schedule, total_steps)
     _warn_if_warmup_is_cut(config_optim.schedule, total_steps)
     schedule = make_schedule(config_optim, total_steps)
-    groups = parameter_groups(config_optim, params_shapes, mup_base)
+    groups = parameter_groups(config_optim, params_shapes, mup_ratio)
     shapes = meta.unbox(params_shapes)
 
     def per_leaf(value):
@@ -98,7 +98,7 @@ def make_optimizer(config_optim, total_steps, params_shapes, mup_base=0):
         optax.scale_by_learning_rate(schedule),
         *([_scale_leaves(multipliers)] if set(jax.tree.leaves(multipliers)) != {1.0} else []),
     )
-    mup = [_scale_leaves(per_leaf(lambda group: group.mup))] if mup_base else []
+    mup = [_scale_leaves(per_leaf(lambda group: group.mup))] if mup_ratio != 1.0 else []
     rule = optax.chain(_direction(config_optim, per_leaf), *mup, descend)
     if config_optim.name == "schedule_free_adamw":
         # optax calls this schedule with a count that starts from 1, the inner one from 0.
@@ -204,10 +204,9 @@ def _say_if_cut(schedule, total_steps):
         )
 
 
-def parameter_groups(config_optim, params_shapes, mup_base=0):
+def parameter_groups(config_optim, params_shapes, mup_ratio=1.0):
     """dict path -> `Group`. Frozen wins over everything; of the lr multipliers that match a
     parameter the first in the config wins."""
-    mup.check_optimizer(config_optim.name, mup_base)
     paths = param_paths(params_shapes)
     frozen = _matching("frozen", config_optim.frozen, paths)
     decayed = _matching("decay", config_optim.decay, paths)
@@ -232,15 +231,15 @@ def parameter_groups(config_optim, params_shapes, mup_base=0):
             muon=not is_frozen
             and config_optim.name == "muon"
             and _is_hidden_matrix(path, leaf.shape),
-            mup=mup.rate_factor(path, leaf.shape, mup_base),
+            mup=mup.rate_factor(path, mup_ratio),
         )
     return groups
 
 
-def describe_groups(config_optim, params_shapes, mup_base=0):
+def describe_groups(config_optim, params_shapes, mup_ratio=1.0):
     """A small table for the log: the number of tensors and parameters in each group."""
     paths = param_paths(params_shapes)
-    groups = parameter_groups(config_optim, params_shapes, mup_base)
+    groups = parameter_groups(config_optim, params_shapes, mup_ratio)
     rows = []
 
     def add(name, chosen):
@@ -253,8 +252,8 @@ def describe_groups(config_optim, params_shapes, mup_base=0):
     add("frozen", lambda group: group.frozen)
     if config_optim.name == "muon":
         add("orthogonalised", lambda group: group.muon)
-    if mup_base:
-        add(f"lr * {mup_base} / fan_in", lambda group: group.mup != 1.0)
+    if mup_ratio != 1.0:
+        add(f"lr * {mup_ratio:g} by muP", lambda group: group.mup != 1.0)
     for pattern, factor in config_optim.lr_multipliers:
         add(f"lr * {factor:g}: {pattern}", lambda group, pattern=pattern: group.pattern == pattern)
     width = max(len(name) for name, _, _ in rows)

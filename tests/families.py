@@ -118,7 +118,13 @@ FAMILIES = {
         tied=True,
         use_bias=True,
         attention=dict(
-            num_kv_heads=2, window=9, chunk=20, qk_norm="head", head_dim=6, softcap=5.0, scale="mup"
+            num_kv_heads=2,
+            window=9,
+            chunk=20,
+            qk_norm="head",
+            head_dim=6,
+            softcap=5.0,
+            score_factor=0.5,
         ),
     ),
     "neox": _row(
@@ -216,7 +222,7 @@ FAMILIES = {
     "soft_options": _row(
         preset="gpt2",
         block_kind="parallel",
-        attention=dict(bias="qkv", num_kv_heads=2, qk_norm="width", window=9, scale="mup"),
+        attention=dict(bias="qkv", num_kv_heads=2, qk_norm="width", window=9, score_factor=0.5),
         soft_experts=dict(num=3, shared_kv=True, merge="max", multiple=2, hidden_multiple=1.0),
     ),
     "soft_mod": _mod(
@@ -334,7 +340,7 @@ FAMILIES = {
         positions="rope",
         block_kind="parallel",
         level_heads=(2,),
-        attention=dict(rope_fraction=0.5, no_rope_every=2, num_heads=2, scale="mup"),
+        attention=dict(rope_fraction=0.5, no_rope_every=2, num_heads=2, score_factor=0.5),
         skip_joins="before",
     ),
     "latent_mod": _latent(

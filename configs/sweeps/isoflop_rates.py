@@ -14,7 +14,8 @@ from efx.configs.sweeps import mod_evidence
 
 def get_grid():
     evidence = mod_evidence.get_grid()
-    mup = {"model.mup.base_width": 32}
+    # All sizes have heads of 12.
+    mup = {"model.mup.base_width": 32, "model.attention.head_dim": 12}
     sizes = {
         name: {key: value for key, value in changes.items() if key != "optim.learning_rate"}
         for name, changes in list(mod_evidence.SIZES.items())[::2]

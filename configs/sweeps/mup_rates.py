@@ -3,12 +3,11 @@
     python -m efx.studies.sweep --sweep configs/sweeps/mup_rates.py \\
         --workdir runs/mup_rates --jobs 2
 
-The question of Yang et al. 2022 (arXiv 2203.03466, figure 1), which holds for equally long runs: a
-dense decoder of 2 blocks, heads of 16, on the bytes of Python's standard library, 200 steps of 1024
-tokens at each width and learning rate; with muP, whose base is the narrowest, without, from
-N(0, 0.02^2) at all widths, and with muP but for the scale of attention, which heads of one width do
-not need, and an output layer that starts at 0. At equal FLOPs, where wide models take fewer steps:
-`configs/sweeps/isoflop_rates.py`. Some half an hour on 2 CPU cores.
+Figure 1 of Yang et al. 2022 (arXiv 2203.03466), for runs of equal length: a dense decoder of 2
+blocks and heads of 16, on the bytes of Python's standard library, 200 steps of 1024 tokens at each
+width and learning rate; with muP, whose base is the narrowest width, without it (N(0, 0.02^2) at
+all widths), and with muP and an output layer that starts at 0. `configs/sweeps/isoflop_rates.py`
+compares at equal FLOPs, where wide models take fewer steps. About half an hour on 2 CPU cores.
 """
 
 WIDTHS = (32, 64, 128, 256)
@@ -17,8 +16,7 @@ MUP = {"model.mup.base_width": WIDTHS[0]}
 PARAMETRISATIONS = {
     "muP": MUP,
     "standard": {},
-    "muP, attention and head as without": MUP
-    | {"model.mup.attention": "sqrt", "model.mup.zero_head": False},
+    "muP, head starts at 0": MUP | {"model.mup.zero_head": True},
 }
 BASE = {
     "steps": 200,
@@ -43,6 +41,7 @@ def get_sweep():
             | {
                 "model.width": width,
                 "model.attention.num_heads": width // 16,
+                "model.attention.head_dim": 16,
                 "optim.learning_rate": rate,
             }
             | changes

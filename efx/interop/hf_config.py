@@ -134,7 +134,7 @@ _ACTIVATIONS = {
 # The values of settings that a config.json which says nothing of them means.
 _PLAIN = {
     "attention.qk_norm": "none",
-    "attention.scale": "sqrt",
+    "attention.score_factor": 1.0,
     "attention.window": 0,
     "attention.softcap": 0.0,
     "attention.rope_fraction": 1.0,

@@ -166,7 +166,7 @@ def _masks(c):
     return masks | dict(
         input=a.input,
         num_heads=a.num_heads,
-        attention_scale=1.0 / head_dim if c.attention.scale == "mup" else head_dim**-0.5,
+        attention_scale=c.attention.score_factor * head_dim**-0.5,
         rounding=a.rounding,
         sharpness=a.sigmoid_scale,
         granularity=a.granularity,

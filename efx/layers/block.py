@@ -154,4 +154,3 @@ def make_mlp(c, name=None):
     if c.moe is None:
         return MLP(*options, name=name)
     return MoE(c.moe, *options, router_std=ROUTER_STD * c.router_scale, name=name)
-

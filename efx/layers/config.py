@@ -79,7 +79,7 @@ class AttentionConfig:
     no_rope_every: Natural = 0
     rope_scaling: RopeScalingConfig = RopeScalingConfig()
     qk_norm: Literal["none", "head", "width"] = "none"  # RMS norm of queries and keys, over what
-    scale: Literal["sqrt", "mup"] = "sqrt"  # 1/sqrt(head_dim); "mup": 1/head_dim
+    score_factor: Positive = 1.0  # scores are q k / sqrt(head_dim) times this
     window: Natural = 0  # positions a query looks back, its own included; 0: all
     softcap: NonNegative = 0.0  # scores <- softcap tanh(scores / softcap); 0: off
     chunk: Natural = 0  # queries in a chunk of the kernel "xla"; 0: chosen by length
@@ -91,7 +91,7 @@ class AttentionConfig:
         """With every field made out, for a model so wide.
 
         Args:
-          rope: whether positions are rotary. mup: whether muP is on. use_bias: the model's.
+          rope: whether positions are rotary. mup: the model's `MuPConfig`. use_bias: the model's.
         """
         kv_heads = self.num_kv_heads or self.num_heads
         if not self.head_dim and width % self.num_heads:
@@ -109,12 +109,14 @@ class AttentionConfig:
             self.check_rotary(head_dim, f"{self.where}.head_dim={head_dim}")
         if rope and not self.rope_theta:
             raise UsageError(f"{self.where}.rope_theta=0.0: must be more than 0 with rope")
+        # A stated head_dim is that of the base width, too.
+        ratio = 1.0 if self.head_dim else mup.width_ratio(width)
         return dataclasses.replace(
             self,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             rope_theta=self.rope_theta if rope else 0.0,
-            scale="mup" if mup else self.scale,
+            score_factor=self.score_factor * ratio**0.5,
             bias=self.bias or ("all" if use_bias else "none"),
         )
 
@@ -146,7 +148,7 @@ class AttentionConfig:
     @property
     def factor(self):
         """What scores are multiplied by."""
-        return 1.0 / self.head_dim if self.scale == "mup" else self.head_dim**-0.5
+        return self.score_factor * self.head_dim**-0.5
 
 
 @block("config.model.mlp.moe")
@@ -325,23 +327,20 @@ class DenseFormerConfig:
 
 @block("config.model.mup")
 class MuPConfig:
-    """Maximal update parametrisation, see `parametrisation`."""
+    """Maximal update parametrisation, see `efx.layers.mup`.
 
-    # Width at which the learning rate was found: the rate of hidden matrices, their start, logits
-    # and attention scores then follow the width. 0: off.
-    base_width: Natural = 0
-    # "mup": / H, right whatever the heads of wider models are. "sqrt": / sqrt(H) as without muP,
-    # as right where heads are as wide at all widths, and better where they are narrow.
-    attention: Literal["mup", "sqrt"] = "mup"
-    zero_head: bool = True  # an output layer's own matrix starts at 0; no: as without muP
+    muP compares the model with a model of the base width, whose matrices are all base_width / width
+    times as wide: the MLPs (also a stated `mlp.hidden` or `expert_hidden`) and, in the latent
+    family, every level (`level_widths`). So state these sizes in proportion to the width. Attention
+    heads are wider in wider models where `attention.head_dim` is 0, and have the same width,
+    in larger numbers, where it is stated. Ranks of adapters and numbers of experts are fixed.
+    """
 
-    @property
-    def scales_attention(self):
-        """Whether attention scores are divided by H in place of sqrt(H)."""
-        return self.base_width > 0 and self.attention == "mup"
+    base_width: Natural = 0  # `config.model.width` at which the learning rate was tuned; 0: off
+    zero_head: bool = False  # an untied output layer starts at 0; at the base width, too
 
-    def logit_scale(self, width):
-        """Factor on the logits of a model so wide, and on what its routers start from."""
+    def width_ratio(self, width):
+        """base_width / width; 1 without muP."""
         return self.base_width / width if self.base_width else 1.0
 
 

@@ -278,9 +278,7 @@ class MaskAttention(nn.Module):
             return constrain(y_BTNH, "batch", "length", "act_heads", None)
 
         q_BTNH, k_BTNH, v_BTNH = (project(f"mask_{name}") for name in ("query", "key", "value"))
-        options = dict(
-            scale=1.0 / head_dim if c.scale == "mup" else head_dim**-0.5, window=c.window
-        )
+        options = dict(scale=c.score_factor * head_dim**-0.5, window=c.window)
         if call.decode:
             # A block with `kv_for_skipped` only reads here: it has cached the keys of all tokens.
             # Its masks attend over the computed tokens, so they write those now.

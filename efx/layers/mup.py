@@ -1,83 +1,76 @@
-"""How weights start and how that depends on width: initialisations and muP.
+"""Maximal update parametrisation (muP) and the initial standard deviations of weights.
 
-muP (Yang et al. 2022, arXiv 2203.03466, table 8, for optimisers of Adam's kind) makes the size of
-activations and of their updates independent of the width, so that a learning rate found at a
-small width serves a large one. Relative to `base_width`:
-    hidden matrices      deviation * sqrt(base_width / width); rate * base_width / fan_in
-    routers, gates       deviation * base_width / width; rate * base_width / fan_in
-    output layer         logits * base_width / width; its own matrix, if it has one, starts at 0
-                         (`mup.zero_head`)
-    attention            scores / H in place of / sqrt(H), unless `mup.attention` says otherwise
-    embeddings, vectors  as they are (memory tokens and first latents of the latent family too)
-Routers and gates (of depth, of experts, of adapters; the last layer of a predictor) are output
-layers, whose outputs stay as few as they are: one number, or one for each expert. Decoupled weight
-decay keeps its strength, lr * weight_decay.
+With muP (Yang et al. 2022, arXiv 2203.03466, table 8, for optimisers like Adam) the size of
+activations and of their updates does not depend on the width, so a learning rate tuned at a small
+width serves a wide model. m = base_width / width, see `MuPConfig`; relative to the same model at
+the base width:
+
+    hidden matrices               standard deviation * sqrt(m), learning rate * m
+    routers, gates                standard deviation * m, learning rate * m
+    logits                        * m
+    attention scores              / sqrt(H) * sqrt(m) = sqrt(H_base) / H where heads grow wider
+    embeddings, head, vectors     unchanged
+
+Routers and gates, the last layer of a predictor included, are output layers with a fixed number of
+outputs. Embeddings include positions, memory tokens and the first latents of the latent family. At
+the base width m is 1 and muP is the model without it. Decoupled weight decay is lr * weight_decay
+at every width.
 """
 
 from typing import NamedTuple
 
 from efx.errors import UsageError
 
-# Leaves that are hidden matrices [..., in, out], and modules whose kernels are not hidden.
-MATRICES = frozenset({"kernel", "mask_query", "mask_key", "mask_value", "mask_linear"})
-OUTPUT = "head"
-# Further matrices [..., in, out], and vectors [..., in], by the module that they are in; a router
-# is a matrix where it chooses among experts.
-PREDICTOR, ADAPTER, EXPERTS = "predictor", "adapter", "mlp"
-# Optimisers whose update of an entry does not depend on the size of its gradient.
-MUP_OPTIMIZERS = ("adamw", "lion", "schedule_free_adamw")
+# Parameters that multiply activations as wide as the model, by the last key of their path.
+SCALED_FAN_IN = frozenset({
+    "kernel", "mask_query", "mask_key", "mask_value", "mask_linear",  # hidden matrices
+    "router", "kernel_in", "kernel_out",  # of routing and its predictor
+    "down", "gate", "entrance",  # of adapters
+})  # fmt: skip
+HEAD = "head"  # the output layer, which the factor on the logits scales instead
+# Adam-like: the size of an update does not depend on the size of the gradient.
+OPTIMIZERS = ("adamw", "lion", "schedule_free_adamw")
 
 
 class Deviations(NamedTuple):
-    """Standard deviations that weights start with; residual outputs: hidden / sqrt(2 depth)."""
+    """Initial standard deviations; layers that add to the residual: hidden / sqrt(2 depth)."""
 
     table: float  # embeddings
-    head: float  # the output layer's own matrix; 0: it starts at 0
-    hidden: float
+    head: float  # output layer
+    hidden: float  # all other matrices
 
 
-def deviations(initialisation, init_std, mup, width):
-    """`Deviations` of a layer stack of this width.
-
-    "gpt2": `init_std` everywhere. "spike_no_more": sqrt(2 / (5 width)) everywhere (Takase et al.
-    2023, arXiv 2312.16903).
-    """
-    base = mup.base_width
-    if initialisation == "spike_no_more":
-        hidden, table = (2 / (5 * width)) ** 0.5, (2 / (5 * (base or width))) ** 0.5
-    else:
-        hidden, table = init_std * (base / width if base else 1.0) ** 0.5, init_std
-    return Deviations(table, 0.0 if base and mup.zero_head else table, hidden)
-
-
-def rate_factor(path, shape, base_width):
-    """Factor of muP on the updates of a parameter; `base_width` 0: 1.
+def deviations(initialisation, init_std, mup, width, level_width=None):
+    """`Deviations` of a model.
 
     Args:
-      path: "/"-joined keys of the parameter tree. shape: of the array, [..., in, out] of a matrix.
+      initialisation: "gpt2": `init_std` for all. "spike_no_more": sqrt(2 / (5 width)) for all
+        (Takase et al. 2023, arXiv 2312.16903).
+      mup: a `MuPConfig`. width: `config.model.width`.
+      level_width: width of one level of the latent family.
     """
-    axis = _fan_in_axis(*path.split("/"))
-    return base_width / shape[axis] if base_width and axis else 1.0
+    ratio = mup.width_ratio(width)
+    std = init_std
+    if initialisation == "spike_no_more":
+        std = (2 / (5 * ratio * (level_width or width))) ** 0.5
+    head = 0.0 if mup.base_width and mup.zero_head else std
+    return Deviations(table=std, head=head, hidden=std * ratio**0.5)
 
 
-def _fan_in_axis(*path):
-    """Which axis of a parameter its fan-in is, as far as the rate goes by that; else None."""
-    *modules, leaf = path
-    module = modules[-1] if modules else ""
-    if leaf == "router":
-        return -2 if module == EXPERTS else -1
-    if module == ADAPTER and leaf in ("gate", "entrance"):
-        return -1
-    matrix = leaf in MATRICES and OUTPUT not in modules
-    if matrix or module == PREDICTOR or (module == ADAPTER and leaf == "down"):
-        return -2
-    return None
+def rate_factor(path, width_ratio):
+    """Factor of muP on the learning rate of a parameter.
+
+    Args:
+      path: keys of the parameter tree, joined by "/". width_ratio: base_width / width.
+    """
+    *modules, leaf = path.split("/")
+    return width_ratio if leaf in SCALED_FAN_IN and modules[-1:] != [HEAD] else 1.0
 
 
-def check_optimizer(name, base_width):
-    """Raise UsageError where muP's rules are not those of this `config.optim.name`."""
-    if base_width and name not in MUP_OPTIMIZERS:
+def check_optimizer(name, mup):
+    """Raise UsageError if muP's learning rates do not suit `config.optim.name`."""
+    if mup.base_width and name not in OPTIMIZERS:
         raise UsageError(
-            f"config.optim.name={name!r}: with config.model.mup.base_width={base_width}, "
-            f"expected one of {', '.join(MUP_OPTIMIZERS)}"
+            f"config.optim.name={name!r}: with {mup.where}.base_width={mup.base_width}, "
+            f"expected one of {', '.join(OPTIMIZERS)}"
         )

@@ -145,14 +145,14 @@ class Adapter(nn.Module):
 
     Attributes:
       features, axes, dtype: those of the linear layer.
-      mup_base: `config.model.mup.base_width`; 0: no muP.
+      mup_ratio: base_width / width of muP; 1: no muP.
     """
 
     config: AdapterConfig
     features: int
     axes: tuple
     dtype: jnp.dtype
-    mup_base: int = 0
+    mup_ratio: float = 1.0
 
     @nn.compact
     def __call__(self, x, call):
@@ -211,7 +211,7 @@ class Adapter(nn.Module):
     def _included_experts(self, x_BTD, call, down_EDR, up_ERF):
         c, (batch, length, width) = self.config, x_BTD.shape
         # From zero, the first selection would be the first C tokens for every expert.
-        std = ROUTER_STD * (self.mup_base / width if self.mup_base else 1.0)
+        std = ROUTER_STD * self.mup_ratio
         entrance_ED = self._param("entrance", std, (c.num_experts, width), self.axes[:1])
         bias_E = self._param("entrance_bias", 0.0, (c.num_experts,), ("norm",))
         logit_NE = dot_products(x_BTD.reshape(-1, width), entrance_ED) + bias_E[None]
@@ -387,8 +387,8 @@ def adapted_family(family):
                 path = first_of_scanned("/".join(below))
                 if start != self.path or not re.fullmatch(self.adapter.sites, path):
                     return y
-                mup_base = self.config.mup.base_width
-                fields = self.adapter, linear.features, linear.axes, linear.dtype, mup_base
+                mup_ratio = self.config.mup_ratio
+                fields = self.adapter, linear.features, linear.axes, linear.dtype, mup_ratio
                 return y + Adapter(*fields, name="adapter")(x, interceptor.call_of(x))
 
             interceptor = LinearInterceptor(add_adapter)

@@ -53,6 +53,7 @@ class BridgedConfig:
     depth_routing: ClassVar[DepthRoutingConfig] = DepthRoutingConfig()
     dropout: ClassVar[DropoutConfig] = DropoutConfig()
     mup: ClassVar[MuPConfig] = MuPConfig()
+    mup_ratio: ClassVar[float] = 1.0
 
     @property
     def member_runs(self):

@@ -48,9 +48,15 @@ class ModelConfig:
     scan_layers: bool = False  # one compiled layer for all: compiles faster, runs a little slower
     remat: Remat = "none"  # "full", "dots": recompute activations in the backward pass
 
+    @property
+    def mup_ratio(self):
+        """Base width over width, see `MuPConfig`; 1 without muP."""
+        return self.mup.width_ratio(self.width)
+
     def block(self, **fields):
         """The `BlockConfig` of a resolved config with these further fields."""
         fields = dict(width=self.width, attention=self.attention, dropout=self.dropout) | fields
+        fields.setdefault("router_scale", self.mup_ratio)
         fields.setdefault("hidden", self.mlp.hidden_size(fields["width"]))
         return BlockConfig(
             kind=self.block_kind,

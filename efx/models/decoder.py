@@ -70,7 +70,7 @@ class DecoderConfig(ModelConfig):
             attention=self.attention.resolved(
                 self.width,
                 filled["positions"] == "rope",
-                self.mup.scales_attention,
+                self.mup,
                 filled["use_bias"],
             ),
             mlp=self.mlp.resolved(self.depth, ACTIVATIONS[self.preset]),
@@ -131,7 +131,7 @@ class Decoder(LanguageModel):
 
     @property
     def logit_scale(self):
-        return self.config.mup.logit_scale(self.config.width)
+        return self.config.mup_ratio
 
     @property
     def deviations(self):
@@ -147,7 +147,6 @@ class Decoder(LanguageModel):
             std=std,
             std_out=std / additions**0.5,
             dtype=self.dtype,
-            router_scale=c.mup.logit_scale(c.width),
         )
 
     def specs(self):

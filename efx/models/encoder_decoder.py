@@ -106,9 +106,7 @@ class EncoderDecoderConfig(ModelConfig):
             self,
             cross_heads=heads,
             output_positions=self.output_positions or ("none" if rope else "subtract"),
-            attention=self.attention.resolved(
-                self.width, rope, self.mup.scales_attention, self.use_bias
-            ),
+            attention=self.attention.resolved(self.width, rope, self.mup, self.use_bias),
             mlp=self.mlp.resolved(max(self.depth, self.num_encoder_blocks), "gelu"),
             dropout=self.dropout.resolved(self.width, self.attention.num_heads),
         )
@@ -431,7 +429,7 @@ class EncoderDecoder(LanguageModel):
 
     @property
     def logit_scale(self):
-        return self.config.mup.logit_scale(self.config.width)
+        return self.config.mup_ratio
 
     @property
     def deviations(self):
@@ -446,7 +444,6 @@ class EncoderDecoder(LanguageModel):
             std=std,
             std_out=std / max(1, num_increments) ** 0.5,
             dtype=self.dtype,
-            router_scale=self.logit_scale,
         )
 
     @nn.nowrap

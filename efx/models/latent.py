@@ -129,7 +129,7 @@ class LatentConfig(ModelConfig):
     def resolved(self):
         """With all defaults filled in; raise UsageError if the settings do not fit together."""
         attention = self.attention.resolved(
-            self.width, self.positions in ("rope", "both"), self.mup.scales_attention, self.use_bias
+            self.width, self.positions in ("rope", "both"), self.mup, self.use_bias
         )
         mlp = self.mlp.resolved(self.depth, "gelu")
         result = dataclasses.replace(self, attention=attention, mlp=mlp)
@@ -219,7 +219,9 @@ class LatentConfig(ModelConfig):
 
     def deviations(self, level):
         """Standard deviations of the initial weights of a level, by its width."""
-        return mup.deviations(self.initialisation, self.init_std, self.mup, self.widths[level])
+        return mup.deviations(
+            self.initialisation, self.init_std, self.mup, self.width, self.widths[level]
+        )
 
     def stack_block(self, dtype):
         """`BlockConfig` of a block of the latent stack, without experts."""
@@ -251,7 +253,6 @@ class LatentConfig(ModelConfig):
             std=std,
             std_out=std / (2 * blocks) ** 0.5,
             dtype=dtype,
-            router_scale=self.mup.logit_scale(width),
         )
         return dataclasses.replace(result, context=context)
 
@@ -853,7 +854,7 @@ class Latent(LanguageModel):
 
     @property
     def logit_scale(self):
-        return self.config.mup.logit_scale(self.config.widths[0])
+        return self.config.mup_ratio
 
     @nn.nowrap
     def stack_length(self, length):

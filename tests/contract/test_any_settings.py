@@ -155,7 +155,7 @@ def common_settings(draw):
         logit_softcap=[0.0, 8.0], use_bias=[False, True], vocab_multiple=[1, 8],
     ) | pick(
         draw, "attention.",
-        num_heads=[1, 2, 4], qk_norm=["none", "head", "width"], scale=["sqrt", "mup"],
+        num_heads=[1, 2, 4], qk_norm=["none", "head", "width"], score_factor=[1.0, 0.5],
         softcap=[0.0, 5.0], chunk=[0, 5], bias=[None, "none", "qkv", "all"],
         no_rope_every=[0, 0, 1, 2],
     ) | pick(
