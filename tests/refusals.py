@@ -61,7 +61,6 @@ GENERAL = [
     ({"model.depth_routing.capacity": 1.5}, "config.model.depth_routing.capacity=1.5"),
     ({"model.depth_routing.every": 3}, "config.model.depth_routing.every=3"),
     ({"model.mlp.kind": "moe", "model.mlp.moe.every": 3}, "config.model.mlp.moe.every=3"),
-    ({"model.dense_former.on": True, "model.dense_former.period": 5}, "dense_former.period=5"),
     ({"model.dropout.kind": "elementwise", "model.dropout.sites": "()"}, "model.dropout.sites"),
     # Memory.
     ({"model.width": 10**7}, "config.model.width=10000000"),
@@ -161,8 +160,6 @@ ROUTING = [
         "soft_experts.hidden_multiple=0.0",
     ),
     ({"model.soft_experts.num": 2, "model.mlp.kind": "moe"}, "soft_experts.every=1"),
-    ({"model.dense_former.on": True, "model.dense_former.dilation": 0}, "dense_former.dilation=0"),
-    ({"model.dense_former.on": True, "model.dense_former.period": -1}, "dense_former.period=-1"),
     ({"model.dense_former.on": True, "model.scan_layers": True}, "scan_layers=True"),
     ({"model.mup.base_width": -1}, "mup.base_width=-1"),
     ({"model.mup.base_width": 16, "optim.name": "muon"}, "optim.name='muon'"),

@@ -1,8 +1,4 @@
-"""Settings of layers, the same in every family, and `BlockConfig`, what a residual block is told.
-
-What follows from settings by arithmetic alone (how many slots a capacity is, which blocks are
-routed) stands with them.
-"""
+"""Settings of layers, the same in every family, and `BlockConfig`, the settings of one block."""
 
 import dataclasses
 from typing import Literal
@@ -27,29 +23,27 @@ from efx.settings import (
 
 Activation = Literal["gelu", "gelu_tanh", "swiglu"]  # "gelu" is the exact one
 Norm = Literal["layernorm", "rmsnorm"]
-Remat = Literal["none", "full", "dots"]  # what the backward pass computes again; "dots": not these
+Remat = Literal["none", "full", "dots"]  # recomputed in the backward pass; "dots": all but matmuls
 Initialisation = Literal["gpt2", "spike_no_more"]
 Site = Literal["embedding", "attention_probs", "attention_output", "mlp_output"]
-# How a block puts its attention A and its MLP M together; what it adds to the residual x is
+# The increment of a block with attention A and MLP M to the residual x:
 #   "pre_norm"   a + M(norm(x + a)),  a = A(norm x)   (Radford et al. 2019, GPT-2)
 #   "post_norm"  a + norm(M(x + a)),  a = norm(A(x))  (OLMo 2, arXiv 2501.00656, section 2)
 #   "parallel"   A(norm x) + M(norm x)                (GPT-NeoX-20B, arXiv 2204.06745, section 2)
-# each norm with parameters of its own.
+# Each norm has its own parameters.
 BlockKind = Literal["pre_norm", "post_norm", "parallel"]
 
 
 @block("config.model.attention.rope_scaling")
 class RopeScalingConfig:
-    """Frequencies of rotary positions, lowered so that a model trained on a short context can read
-    a longer one."""
+    """Lower frequencies of rotary positions, for contexts longer than in training."""
 
-    # "linear": all are divided by the factor (arXiv 2306.15595). "llama3": those that turn more
-    # than high_frequency_factor times within the original context stay, those that turn less than
-    # low_frequency_factor times are divided, between the two is a linear passage (arXiv 2407.21783,
-    # section 3.4.2; the frequencies are Llama 3.1's).
+    # "linear": all are divided by the factor (arXiv 2306.15595). "llama3": unchanged for more than
+    # high_frequency_factor turns in the original context, divided for fewer than
+    # low_frequency_factor turns, interpolated between them (arXiv 2407.21783, section 3.4.2).
     kind: Literal["none", "linear", "llama3"] = "none"
     factor: AtLeastOne = 8.0
-    original_context: Count = 8192  # llama3: the context before
+    original_context: Count = 8192  # llama3: context of the original training
     low_frequency_factor: Positive = 1.0
     high_frequency_factor: Positive = 4.0
 
@@ -66,32 +60,31 @@ class AttentionConfig:
     """Causal self-attention."""
 
     num_heads: Count = 4
-    num_kv_heads: Natural = 0  # of keys and values, each read by several heads; 0: as num_heads
+    num_kv_heads: Natural = 0  # heads of keys and values; 0: num_heads
     head_dim: Natural = 0  # 0: width / num_heads
-    # Which projections have a bias: those of queries, keys and values, or the output's too. None:
-    # "all" or "none", as the model's use_bias.
+    # Projections with a bias: queries, keys and values, or "all", with the output. None: "all" or
+    # "none" by the model's use_bias.
     bias: Literal["none", "qkv", "all"] | None = None
-    rope_theta: NonNegative = 10000.0  # base of rotary positions, where a model has these
-    # Of a head's features, the first that are turned by the position (arXiv 2204.06745, section 2)
+    rope_theta: NonNegative = 10000.0  # base of rotary positions
+    # Fraction of a head's features that rotate, the first ones (arXiv 2204.06745, section 2)
     rope_fraction: Fraction = 1.0
-    # Blocks every-1, 2*every-1, ... of a stack have no rotary positions (arXiv 2501.18795); 0: all
-    # have.
+    # Blocks n-1, 2n-1, ... of a stack have no rotary positions (arXiv 2501.18795); 0: all have.
     no_rope_every: Natural = 0
     rope_scaling: RopeScalingConfig = RopeScalingConfig()
-    qk_norm: Literal["none", "head", "width"] = "none"  # RMS norm of queries and keys, over what
+    # RMS norm of queries and keys over each head or over all features
+    qk_norm: Literal["none", "head", "width"] = "none"
     score_factor: Positive = 1.0  # scores are q k / sqrt(head_dim) times this
     window: Natural = 0  # positions a query looks back, its own included; 0: all
     softcap: NonNegative = 0.0  # scores <- softcap tanh(scores / softcap); 0: off
     chunk: Natural = 0  # queries in a chunk of the kernel "xla"; 0: chosen by length
-    # What computes it, see `kernels`: "auto" takes the best that the devices have and
-    # that can do what is asked, and "xla" where there is none.
+    # "auto": the best kernel that the devices have and that supports the case, else "xla".
     kernel: Literal["auto", "xla", "splash", "cudnn"] = "auto"
 
     def resolved(self, width, rope, mup, use_bias):
-        """With every field made out, for a model so wide.
+        """With every field filled in.
 
         Args:
-          rope: whether positions are rotary. mup: the model's `MuPConfig`. use_bias: the model's.
+          width: of the model. rope: whether positions are rotary. mup: `MuPConfig` of the model.
         """
         kv_heads = self.num_kv_heads or self.num_heads
         if not self.head_dim and width % self.num_heads:
@@ -121,10 +114,10 @@ class AttentionConfig:
         )
 
     def check_rotary(self, head_dim, where, shown=""):
-        """UsageError unless heads so wide can be turned by positions.
+        """Raise UsageError unless heads of this width can rotate.
 
         Args:
-          where: setting and value that decide the width. shown: how that comes about.
+          where: setting and value that decide the width. shown: how they do.
         """
         turned = self.rotary_size(head_dim)
         if self.rope_fraction == 1.0 and turned % 2:
@@ -136,18 +129,18 @@ class AttentionConfig:
             )
 
     def rotary_size(self, head_dim):
-        """How many features of so wide a head turn with the position."""
+        """Number of features of a head that rotate."""
         return int(self.rope_fraction * head_dim)
 
     def of_block(self, index):
-        """That of the block of this number in its stack."""
+        """Settings of the block with this index in its stack."""
         if self.no_rope_every and index % self.no_rope_every == self.no_rope_every - 1:
             return dataclasses.replace(self, rope_theta=0.0)
         return self
 
     @property
     def factor(self):
-        """What scores are multiplied by."""
+        """Factor on q k."""
         return self.score_factor * self.head_dim**-0.5
 
 
@@ -158,9 +151,9 @@ class MoEConfig:
     every: Count = 1  # blocks every-1, 2*every-1, ... have experts, the others a dense MLP
     num_experts: Count = 8
     expert_hidden: Natural = 0  # width of one expert; 0: that of the dense MLP
-    # A token picks its top_k experts, or ("expert_choice") experts pick tokens, which looks ahead.
+    # Tokens choose their top_k experts, or experts choose tokens, which looks ahead in training.
     router: Literal["token_choice", "expert_choice"] = "token_choice"
-    top_k: Count = 2  # token_choice: experts a token goes to
+    top_k: Count = 2  # token_choice: experts per token
     # token_choice: the weights of the selected experts sum to one. With top_k=1 they then are one,
     # and the router learns from its losses only; False keeps the probabilities, as Switch does.
     renormalise: bool = True
@@ -169,10 +162,10 @@ class MoEConfig:
     capacity_factor: Positive = 1.25
     capacity: Fraction = 0.25  # expert_choice: fraction of a sequence that an expert computes
     slack: AtLeastOne = 2.0  # expert_choice: the causal rate is capacity * slack
-    num_shared: Natural = 0  # experts that see every token, as one MLP of so many times the width
+    num_shared: Natural = 0  # experts for every token, as one MLP of num_shared times the width
     num_noop: Places = 0  # token_choice: experts that compute nothing
-    # token_choice: fraction of the choices that experts compute, by which FLOPs are counted; as
-    # measured, `eval/moe/computed_fraction`. None: as if all were equally liked and none full.
+    # token_choice: fraction of the choices that the FLOP ledger counts as computed; measured:
+    # `eval/moe/computed_fraction`. None: balanced choices and no drops.
     computed_fraction: Fraction | None = None
 
     def check(self):
@@ -194,12 +187,12 @@ class MoEConfig:
 
     @property
     def choices(self):
-        """What a token chooses from: experts, then no-op experts."""
+        """Number of experts and no-op experts."""
         return self.num_experts + self.num_noop
 
     @property
     def counted_fraction(self):
-        """`computed_fraction`, or what it is taken for."""
+        """`computed_fraction`, or its value for balanced choices."""
         if self.computed_fraction is None:
             return self.num_experts / self.choices
         return self.computed_fraction
@@ -236,7 +229,7 @@ class MLPConfig:
     moe: MoEConfig = MoEConfig()
 
     def resolved(self, depth, activation):
-        """With an activation. depth: how many blocks the longest stack has."""
+        """With an activation. depth: blocks of the longest stack."""
         if self.kind == "moe" and self.moe.every > depth:
             raise UsageError(
                 f"{self.moe.where}.every={self.moe.every}: the stack has {depth} blocks, so "
@@ -262,17 +255,17 @@ class SoftExpertsConfig:
 
     num: PiecesOrNone = 0  # channels of a block, each with its own attention and MLP; 0: none
     every: Count = 1  # blocks every-1, 2*every-1, ... have them
-    shared: Natural = 0  # MLPs that are added to every channel's, as one of so many times the width
-    multiple: Count = 1  # an expert's MLP gives multiple * width / num features, rounded up
-    hidden_multiple: Positive = 4.0  # its inner width, as a multiple of the model's
+    shared: Natural = 0  # MLPs added to every channel's, as one of `shared` times the width
+    multiple: Count = 1  # output width of a channel's MLP: multiple * width / num, rounded up
+    hidden_multiple: Positive = 4.0  # its inner width over the model's
     shared_kv: bool = False  # all channels read the same keys and values
-    # All channels have the first matrix of the MLP, the output matrix of attention and the gain of
-    # the query and key norms in common, as published; no: each its own.
+    # All channels share the first matrix of the MLP, the output matrix of attention and the gain of
+    # the query and key norms, as published.
     tied: bool = True
-    merge: Literal["softmax", "mean", "max"] = "softmax"  # of channels, weighted by themselves
+    merge: Literal["softmax", "mean", "max"] = "softmax"  # of the channels' outputs
 
     def check_depth(self, depth, mlp):
-        """UsageError unless a stack of so many blocks with this `MLPConfig` can have them."""
+        """Raise UsageError unless a stack of this depth with this `MLPConfig` can have them."""
         if self.num and self.every > depth:
             raise UsageError(
                 f"{self.where}.every={self.every}: the stack has {depth} blocks, so none would "
@@ -293,36 +286,15 @@ class SoftExpertsConfig:
         return max(1, round(self.hidden_multiple * width))
 
     def features(self, width):
-        """What one expert's MLP gives: ceil(m * D / s)."""
+        """Output width of a channel's MLP: ceil(m * D / s)."""
         return -(-self.multiple * width // self.num)
 
 
 @block("config.model.dense_former")
 class DenseFormerConfig:
-    """Averages of earlier states, see `dense_former`."""
+    """Averages of earlier states, see `stack.StateAverage`."""
 
     on: bool = False  # blocks read learned averages of all earlier states
-    dilation: Count = 1  # of every so manieth of them
-    period: Count = 1  # after every so manieth block only, counted from one
-
-    def check_depth(self, depth, scan_layers):
-        """UsageError unless a stack of so many blocks can have averages."""
-        if self.on and self.period > depth:
-            raise UsageError(
-                f"{self.where}.period={self.period}: the stack has {depth} blocks, so none "
-                f"would have averages; use a smaller number, or {self.where}.on=False"
-            )
-        if self.on and scan_layers:
-            raise UsageError(
-                f"config.model.scan_layers=True: not with {self.where}.on=True, because its "
-                "blocks read the states of all earlier blocks"
-            )
-
-    def states(self, block):
-        """The j of the X_j that are averaged after block i = 1..L, ascending; () for none."""
-        if not self.on or block % self.period:
-            return ()
-        return tuple(range(block % self.dilation, block + 1, self.dilation))
 
 
 @block("config.model.mup")
@@ -361,22 +333,20 @@ class ElementwiseConfig:
 class MaskAttentionConfig:
     """Masks m = 0.5 cos(u + b) + 0.5, u a causal self-attention."""
 
-    # Over what: "hidden", the activations that are masked; "embedding", a linear layer of one
-    # attention over the model's input embedding, which all masks share. Cheaper:
-    # "embedding_linear", where u is a linear layer of that one attention.
+    # Input of u: "hidden", the activations that are masked; "embedding", a linear layer of one
+    # attention over the model's input embedding, shared by all masks. "embedding_linear" is
+    # cheaper: u is a linear layer of that shared attention.
     input: Literal["hidden", "embedding", "embedding_linear"] = "hidden"
-    detach: bool = False  # the masks pass no gradient on to the activations, or the embedding
+    detach: bool = False  # no gradient from the masks to their input
     num_heads: Natural = 0  # 0: as the model
-    shift_init: NonNegative = 0.0  # b starts here, in [0, pi]; 0: everything is kept at first
-    # "stochastic": 0 or 1 by chance in training, by m >= 0.5 at inference; "sigmoid", of
-    # s (m - 1/2); "sigmoid_straight_through"
+    shift_init: NonNegative = 0.0  # initial b, in [0, pi]; 0: all is kept at first
+    # "stochastic": 1 with probability m in training, m >= 0.5 at inference; "sigmoid": of
+    # s (m - 1/2)
     rounding: Literal["none", "stochastic", "sigmoid", "sigmoid_straight_through"] = "stochastic"
     sigmoid_scale: Positive = 60.0  # s
-    granularity: Literal["feature", "token"] = (
-        "feature"  # a mask value for each, or one for a token
-    )
-    # At inference MLPs compute only the tokens that are open, so many at a time; 0: all. Not with
-    # input="hidden"; needs rounding="stochastic"; pays with granularity="token".
+    granularity: Literal["feature", "token"] = "feature"  # one mask value per feature or per token
+    # At inference MLPs compute only tokens whose mask is not 0, this many at a time; 0: all. Needs
+    # an embedding input and rounding="stochastic"; pays with granularity="token".
     skip_tile: Natural = 0
 
     def check(self):
@@ -386,11 +356,11 @@ class MaskAttentionConfig:
 
 @block("config.model.dropout")
 class DropoutConfig:
-    """What stands where dropout stood."""
+    """Dropout, standard or learned."""
 
     kind: Literal["none", "standard", "elementwise", "attention"] = "none"  # the last two: learned
     rate: Probability = 0.1  # standard: fraction of the elements that are zeroed
-    # Where. kind="attention" has no form for attention_probs.
+    # kind="attention" has no form for attention_probs.
     sites: tuple[Site, ...] = ("embedding", "attention_probs", "attention_output", "mlp_output")
     elementwise: ElementwiseConfig = ElementwiseConfig()
     attention: MaskAttentionConfig = MaskAttentionConfig()
@@ -417,7 +387,7 @@ class DropoutConfig:
             )
 
     def resolved(self, width, num_heads):
-        """With the heads of the masks' attentions, in a model so wide with so many heads."""
+        """With the number of heads of the masks' attention filled in."""
         a = dataclasses.replace(self.attention, num_heads=self.attention.num_heads or num_heads)
         if self.kind == "attention" and width % a.num_heads:
             raise UsageError(
@@ -435,7 +405,7 @@ class DropoutConfig:
 
     @property
     def skips(self):
-        """Whether MLPs leave out closed tokens at inference."""
+        """Whether MLPs skip tokens with a mask of 0 at inference."""
         return (
             self.kind == "attention" and self.attention.skip_tile > 0 and self.active("mlp_output")
         )
@@ -447,26 +417,26 @@ class DropoutConfig:
 
     @property
     def shared(self):
-        """Whether the masks read what one pass over the input embedding gives."""
+        """Whether all masks read one pass over the input embedding."""
         return self.kind == "attention" and self.attention.input != "hidden" and bool(self.sites)
 
     @property
     def own_attention(self):
-        """Whether every mask has an attention of its own."""
+        """Whether every mask has its own attention."""
         return self.kind == "attention" and self.attention.input != "embedding_linear"
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockConfig:
-    """What a block is told, all of it made out.
+    """Settings of one block, all filled in.
 
     Attributes:
       kind: a `BlockKind`.
-      width: D. hidden: F; that of one expert with `moe`, of one channel with `soft`.
-      attention, mlp, dropout: as resolved; `attention.num_heads` with `soft` those of one channel.
-      std, std_out: standard deviation that matrices start from, and those that end in the residual.
+      width: D. hidden: F; of one expert with `moe`, of one channel with `soft`.
+      attention, mlp, dropout: resolved; with `soft` the heads are those of one channel.
+      std, std_out: initial standard deviation of matrices, and of those that add to the residual.
       context: the longest sequence.
-      router_scale: factor on what routers start from.
+      router_scale: factor on the initial values of routers.
       moe: a Mixture of Experts in place of the MLP, or None.
       soft: the block is a `soft_experts.SoftBlock`, or None.
     """
@@ -490,14 +460,14 @@ class BlockConfig:
 
 
 def with_experts(b, mlp, index):
-    """The block `b`, with experts if that of this number has them."""
+    """The block `b`, with experts if the block with this index has them."""
     if mlp.kind != "moe" or not mlp.moe.in_block(index):
         return b
     return dataclasses.replace(b, moe=mlp.moe, hidden=mlp.moe.expert_hidden or b.hidden)
 
 
 def with_soft_experts(b, soft, index):
-    """The block `b`, with soft experts if that of this number has them."""
+    """The block `b`, with soft experts if the block with this index has them."""
     if not soft.in_block(index):
         return b
     return dataclasses.replace(b, soft=soft, hidden=soft.hidden(b.width))

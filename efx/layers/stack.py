@@ -256,9 +256,7 @@ class Stack(nn.Module):
             x_BTD = y_BTD
             if self.averages is not None and self.averages.on:
                 states.append(y_BTD)
-                if indices := self.averages.states(i + 1):
-                    average = StateAverage(name=f"average_{i + 1}")
-                    x_BTD = average([states[j] for j in indices])
+                x_BTD = StateAverage(name=f"average_{i + 1}")(states)
         return x_BTD
 
     def _shared_blocks(self, step):

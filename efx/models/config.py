@@ -84,7 +84,11 @@ def check_stack(c, *depths):
             f"({c.soft_experts.where}.num), whose channels merge after the MLP; use 'block'"
         )
     c.soft_experts.check_depth(max(depths), c.mlp)
-    c.dense_former.check_depth(max(depths), c.scan_layers)
+    if c.dense_former.on and c.scan_layers:
+        raise UsageError(
+            f"config.model.scan_layers=True: not with {c.dense_former.where}.on=True, because its "
+            "blocks read the states of all earlier blocks"
+        )
     if c.scan_layers and c.depth_routing.kind == "recursion":
         raise UsageError(
             "config.model.scan_layers=True: not with "

@@ -143,8 +143,7 @@ def stack(draw, depth, recursion=True, by_type=True, further=0):
     if draw(st.booleans()):
         changes |= masks(draw)
     if draw(st.integers(0, 3)) == 0:
-        changes |= pick(draw, "dense_former.", on=[True], dilation=[1, 2])
-        changes["dense_former.period"] = draw(one_in(depth))
+        changes |= pick(draw, "dense_former.", on=[True])
     return changes
 
 

@@ -9,25 +9,10 @@ from refusals import refused
 
 from efx.interop import hf_config
 from efx.layers.call import Call
-from efx.layers.config import DenseFormerConfig
 from efx.layers.stack import Layer, Stack, StateAverage
 
 ON = {"dense_former.on": True, "depth": 6, "width": 16}
 LENGTH = 9
-
-
-def states(dilation, period, depth):
-    c = DenseFormerConfig(on=True, dilation=dilation, period=period)
-    return [c.states(i) for i in range(1, depth + 1)]
-
-
-def test_averaged_states_by_hand():
-    assert states(1, 1, 3) == [(0, 1), (0, 1, 2), (0, 1, 2, 3)]
-    assert states(2, 1, 4) == [(1,), (0, 2), (1, 3), (0, 2, 4)]
-    assert states(2, 3, 6) == [(), (), (1, 3), (), (), (0, 2, 4, 6)]
-    # d (d + 3) / 2 weights without dilation and period, as the paper counts.
-    assert sum(len(DenseFormerConfig(on=True).states(i)) for i in range(1, 49)) == 48 * 51 // 2
-    assert not any(DenseFormerConfig().states(i) for i in range(1, 49))
 
 
 def test_at_first_it_is_the_plain_stack():
@@ -61,9 +46,8 @@ def test_an_average_in_bfloat16_is_rounded_once():
     assert np.mean(same) > 0.99
 
 
-@pytest.mark.parametrize("dilation, period", [(1, 1), (3, 2), (7, 6)])
-def test_the_formula(dilation, period):
-    model = families.make({**ON, "dense_former.dilation": dilation, "dense_former.period": period})
+def test_the_formula():
+    model = families.make(ON)
     params = families.random_params(model)["layers"]
     x_BTD = np.random.default_rng(0).normal(size=(2, LENGTH, 16)).astype(np.float32)
     call = Call(np.arange(LENGTH, dtype=np.int32)[None])
@@ -71,17 +55,11 @@ def test_the_formula(dilation, period):
     @families.jit
     def both(params, x_BTD):
         stack = Stack(model.specs(), False, "none", model.config.dense_former)
-        every_x, y = [x_BTD], x_BTD
+        states, y = [x_BTD], x_BTD
         for i, spec in enumerate(model.specs(), 1):
-            every_x.append(Layer(spec).apply({"params": params[f"block_{i - 1}"]}, y, call))
-            y = every_x[-1]
-            if i % period == 0:
-                states = [x for j, x in enumerate(every_x) if (i - j) % dilation == 0]
-                alpha = params[f"average_{i}"]["alpha"]
-                assert alpha.size == len(states)
-                y = sum(a * x for a, x in zip(alpha, states, strict=True))
-            else:
-                assert f"average_{i}" not in params
+            states.append(Layer(spec).apply({"params": params[f"block_{i - 1}"]}, y, call))
+            alpha = params[f"average_{i}"]["alpha"]
+            y = sum(a * x for a, x in zip(alpha, states, strict=True))
         return stack.apply({"params": params}, x_BTD, call), y
 
     got, expected = both(params, x_BTD)
