@@ -322,8 +322,8 @@ def _d_keys(x_BKGCH, y_BKGCS):
 
 
 def _attend_with_probs_fn(sequence, softcap, q_BKGTH, k_BKSH, v_BKSH, first_BT, probs_fn):
-    """`_attend_blocks` with a `ProbsDropout`, differentiated by JAX. The backward pass recomputes each
-    block, so here too no T x T array outlives its block."""
+    """`_attend_blocks` with a `ProbsDropout`, differentiated by JAX. The backward pass recomputes
+    each block, so here too no T x T array outlives its block."""
 
     def block(span, _, start):
         # A loop separates forward and backward pass by itself.
