@@ -39,6 +39,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # (benchmarks/mutations.py), five rows of the contract of families, and three runs from end to end.
 # Slow tests among them are left out.
 QUICK = {
+    "test_selection",
     "test_data", "test_data_changes", "test_decisions", "test_losses", "test_means", "test_optim",
     "test_routing", "test_runfolder", "test_settings",
 }  # fmt: skip

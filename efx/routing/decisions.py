@@ -113,13 +113,14 @@ class Threshold(Decision):
     def __call__(self, x_BTD, score_BT):
         return score_BT - self.quantile.value
 
-    def update(self, score_BT, valid_BT):
+    def update(self, score_BT, valid_BT, real_BT):
         """Move theta towards the quantile of this batch.
 
         Scores drift together, so early averages must be short: of step t the decay is
-        min(threshold_decay, 1 - 1 / (1 + 0.1 t)).
+        min(threshold_decay, 1 - 1 / (1 + 0.03 t)), an average over the last 3% of the steps.
         """
-        new = selection.topk_threshold(jax.lax.stop_gradient(score_BT), self.capacity, valid_BT)
+        scores, tokens_B = jax.lax.stop_gradient(score_BT), jnp.sum(real_BT, axis=1)
+        new = selection.topk_threshold(scores, self.capacity, valid_BT, tokens_B)
         decay = jnp.minimum(
             self.config.threshold_decay, 1.0 - 1.0 / (1.0 + 0.03 * self.steps.value)
         )

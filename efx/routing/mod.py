@@ -157,17 +157,18 @@ class MoDBlock(nn.Module):
             selected_BT = jnp.where(is_warm, admitted["threshold"], topk_BT)
         if "threshold" in admitted and self.is_mutable_collection("state"):
             if not self.is_initializing():
-                self.threshold.update(score_BT, valid_BT)
+                self.threshold.update(score_BT, valid_BT, real_BT)
         return selected_BT
 
     def _select_by_control(self, valid_BT, real_BT, call):
         name, capacity, seed = self.config.train_selection, self.capacity, self.seed.value
         if name == "stochastic" and call.looks_ahead:
-            noise_BT = controls.uniform_scores(call, seed)
-            eligible_BT = selection.select_topk(-noise_BT, capacity, valid_BT, call.segment_ids_BT)
+            scores, documents = -controls.uniform_scores(call, seed), call.segment_ids_BT
+            eligible_BT = selection.select_topk(scores, capacity, valid_BT, documents)
+            admitted_BT = eligible_BT
         else:
             eligible_BT = controls.CONTROLS[name](call, seed, capacity) & valid_BT
-        admitted_BT = self._admit(eligible_BT, call)
+            admitted_BT = self._admit(eligible_BT, call)
         sow_choice(self, "selected", eligible_BT, call)
         if means.wanted(self):
             decisions.sow_decision(self, "router", eligible_BT, admitted_BT, real_BT)

@@ -67,16 +67,24 @@ def select_topk(scores_BT, rate, valid_BT=None, segment_ids_BT=None):
     return checkpoint_name(selected_BT, SELECTION)
 
 
-def topk_threshold(scores_BT, rate, valid_BT=None):
-    """Scores above this one are the top-k: the mean over rows of the midpoint between the k-th
-    largest score and the next, a scalar; nan if no row has that many valid tokens."""
+def topk_threshold(scores_BT, rate, valid_BT=None, tokens_B=None):
+    """Scores above this one are the top ceil(rate * n) of a row of n tokens: the mean over rows of
+    the midpoint between the k-th largest score and the next, a scalar; nan without valid tokens.
+
+    Args:
+      tokens_B: n, without padding; None: T.
+    """
     slots = num_slots(rate, scores_BT.shape[1])
     if slots == scores_BT.shape[1]:
         return jnp.min(scores_BT) - 1.0
     if valid_BT is not None:
         scores_BT = jnp.where(valid_BT, scores_BT, -jnp.inf)
-    pair_B2 = jax.lax.top_k(scores_BT, slots + 1)[0][:, slots - 1 :]
-    kth_B, next_B = pair_B2[:, 0], pair_B2[:, 1]
+    largest_BC = jax.lax.top_k(scores_BT, slots + 1)[0]
+    kth_B, next_B = largest_BC[:, -2], largest_BC[:, -1]
+    if tokens_B is not None:
+        k_B1 = jnp.clip(causal_limit(jnp, rate, tokens_B).astype(jnp.int32), 1, slots)[:, None]
+        kth_B = jnp.take_along_axis(largest_BC, k_B1 - 1, axis=1)[:, 0]
+        next_B = jnp.take_along_axis(largest_BC, k_B1, axis=1)[:, 0]
     next_B = jnp.where(jnp.isfinite(next_B), next_B, kth_B - 1.0)  # all valid tokens are selected
     counted_B = jnp.isfinite(kth_B)
     return jnp.sum(jnp.where(counted_B, 0.5 * (kth_B + next_B), 0.0)) / jnp.sum(counted_B)

@@ -1,6 +1,6 @@
-"""What decoding keeps in its caches, and that it computes nothing for nothing.
+"""What decoding keeps in its caches, and that it computes no skipped work.
 
-That its logits are those of the full forward pass, test_families.py holds of every family.
+test_families.py and test_prefix.py compare its logits with a full forward pass, for every family.
 """
 
 import collections
@@ -12,36 +12,46 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from routing_reference import np_admit
 
 from efx import flops, means, models
 from efx.layers import attend, stack
 from efx.layers.block import Block
-from efx.routing import plans
+from efx.routing import selection
 
 CONTEXT = 24
 LENGTHS = np.array([24, 17, 6, 1])  # tokens of the rows of a batch
-ROUTED = {"depth_routing.kind": "mod", "depth_routing.gate": "identity"}
+ROUTED = {
+    "depth_routing.kind": "mod",
+    "depth_routing.gate": "identity",
+    "depth_routing.causal": "aux_loss",
+}
 CONTEXT_OF_SKIPPED = {"depth_routing.kv_for_skipped": True, "depth_routing.capacity": 0.3}
 EXPERTS = {"mlp.kind": "moe", "mlp.moe.num_experts": 4, "mlp.moe.expert_hidden": 24}
 MODELS = {
-    # Capacity for all that is decided, and far too little of it.
+    # Capacity for all selected tokens, and far too little of it.
     "mod": {**ROUTED, "depth_routing.capacity": 0.5},
     "mod_full": {
         **ROUTED,
         "attention.num_kv_heads": 2,
         "attention.window": 7,
         "depth_routing.every": 1,
-        "depth_routing.capacity": (0.25, 0.1),
-        "depth_routing.slack": 1.5,
+        "depth_routing.capacity": (0.2, 0.1),
+        "depth_routing.slack": 1.0,
     },
-    "mod_short": {**ROUTED, "depth_routing.capacity": 0.2, "depth_routing.slack": 1.5},
+    "recursion": {
+        **ROUTED,
+        "depth": 3,
+        "depth_routing.kind": "recursion",
+        "depth_routing.recursions": 3,
+        "depth_routing.capacity": (1.0, 0.6, 0.3),
+    },
     "mod_gpt2": {**ROUTED, "preset": "gpt2", "depth_routing.capacity": 0.3},
     "masks_context": {
         **ROUTED,
         **CONTEXT_OF_SKIPPED,
         **families.dotted({"dropout": families.masks()}),
     },
-    # Steps of one token: of 8 experts the chosen ones, up to 3 rows.
     "moe": {
         **EXPERTS,
         "preset": "gpt2",
@@ -114,6 +124,21 @@ def decoded(name, size, length_B=LENGTHS):
     return cache
 
 
+def test_decoding_without_routed_blocks_is_the_full_pass_without_them():
+    """selection="off"."""
+    model, variables = build("mod")
+    model, tokens_BT = model.clone(selection="off"), tokens()
+    step, lengths_B = families.decoder(model, variables, CONTEXT), np.full(len(LENGTHS), CONTEXT)
+    cache, calls = (
+        models.init_cache(model, len(LENGTHS), CONTEXT),
+        families.chunks(lengths_B, lengths_B, 6),
+    )
+    logits_BTV, _ = families.read(step, cache, tokens_BT, calls)
+    expected_BTV = families.jit(model.apply)(variables, tokens_BT)
+    np.testing.assert_allclose(logits_BTV, expected_BTV, atol=1e-4)
+    assert np.abs(expected_BTV - forward("mod")[0]).max() > 0.1
+
+
 # ---- what a routed block's cache holds ---------------------------------------------------------
 
 
@@ -129,11 +154,11 @@ def test_prefill_is_decoding(name):
 
 @pytest.mark.parametrize(
     "capacity, slack, size, slots",
-    [(0.125, 2.0, 1024, 256), (0.1, 1.0, 30, 3), (0.75, 2.0, 20, 20), (0.01, 1.0, 10, 1)],
+    [(0.125, 2.0, 1024, 260), (0.1, 1.0, 30, 7), (0.75, 2.0, 20, 20), (0.01, 1.0, 10, 5)],
 )
 def test_slots_of_a_routed_block(capacity, slack, size, slots):
-    """ceil(c * T * slack), at most T; a dense block has T. Masks by attention have as many, though
-    the keys of skipped tokens are kept."""
+    """ceil(c * T * slack) + 4, at most T; a dense block has T. Attention masks have as many, with
+    the keys of skipped tokens too."""
     changes = {"depth_routing.capacity": capacity, "depth_routing.slack": slack}
     model = families.make({**MODELS["masks_context"], **changes}, context=size)
     block = jax.eval_shape(lambda: models.init_cache(model, 3, size))["layers"]["block_1"]
@@ -141,15 +166,15 @@ def test_slots_of_a_routed_block(capacity, slack, size, slots):
     assert block["dropout_mlp_output"]["attention"]["position"].shape == (3, slots)
     model = families.make({**ROUTED, **changes, "attention.num_kv_heads": 2}, context=size)
     cache = jax.eval_shape(lambda: models.init_cache(model, 3, size))["layers"]
-    for name, places in (("block_0", size), ("block_1", slots)):
+    for name, length in (("block_0", size), ("block_1", slots)):
         attention = cache[name]["attention"]
-        assert attention["position"].shape == (3, places)
-        assert attention["cached_key"].size == attention["cached_value"].size == 3 * 2 * places * 8
+        assert attention["position"].shape == (3, length)
+        assert attention["cached_key"].size == attention["cached_value"].size == 3 * 2 * length * 8
 
 
 @pytest.mark.parametrize("name, size", families.rows([("mod", 1), ("mod_full", 5)], {"mod"}))
 def test_the_cache_holds_routed_tokens_only(name, size):
-    """With their original positions, in order; overflow is counted, not kept."""
+    """With their original positions, in order; refused tokens are counted."""
     cache = decoded(name, size)
     model, variables = build(name)
     params, layers, overflow = variables["params"], forward(name)[1], 0
@@ -157,29 +182,28 @@ def test_the_cache_holds_routed_tokens_only(name, size):
         if spec.routing is None:
             continue
         block = cache["layers"][f"block_{i}"]
-        slots = plans.capacity(spec.capacity * spec.routing.slack, CONTEXT)
+        rate = spec.routing.causal_rate(spec.capacity)
         # The router reads the state below the block: below the first, that is the embedding.
         state_BTD = layers[i - 1] if i else np.asarray(params["embed"]["embedding"])[tokens()]
         score_BT = state_BTD @ np.asarray(params["layers"][f"block_{i}"]["router"])
         for b, length in enumerate(LENGTHS):
-            selected = np.flatnonzero(score_BT[b, :length] > 0)
-            held = np.asarray(block["attention"]["position"][b])
-            assert held.shape == (slots,)
-            np.testing.assert_array_equal(held[: len(selected)], selected[:slots])
-            assert np.all(held[len(selected) :] == -1)
-            kept = min(slots, len(selected))
+            selected_T = score_BT[b, :length] > 0
+            admitted = np.flatnonzero(np_admit(selected_T, rate, np.arange(length) + 1))
+            held, kept = np.asarray(block["attention"]["position"][b]), len(admitted)
+            np.testing.assert_array_equal(held[:kept], admitted)
+            assert np.all(held[kept:] == -1)
             assert block["routed"][b] == block["attention"]["used"][b] == kept
-            assert block["overflow"][b] == len(selected) - kept
-            overflow += len(selected) - kept
+            assert block["overflow"][b] == selected_T.sum() - kept
+            assert block["reached"][b] == length
+            overflow += selected_T.sum() - kept
     assert (overflow > 0) == (name == "mod_full")
 
 
 @pytest.mark.parametrize(
     "name", families.rows(["moe", "mode_context_choice"], {"mode_context_choice"})
 )
-def test_what_a_full_pass_leaves_out_decoding_does(name):
-    """As many tokens of blocks and of experts, of rows as long as the cache, read by one call that
-    is longer."""
+def test_decoding_refuses_as_many_tokens_as_a_full_pass(name):
+    """Of blocks and of experts, in a call that is longer than the rows."""
     cache = decoded(name, 64, np.full(len(LENGTHS), CONTEXT))
     decoding, full = collections.Counter(), collections.Counter()
     for path, value in jax.tree_util.tree_leaves_with_path(cache):
@@ -231,13 +255,12 @@ LATENT = {
         ({**ROUTED, "depth_routing.kv_for_skipped": True, "depth_routing.skip_mlp": 8}, 0),
         # This attends to a block of slots at a time, and may have fewer tokens.
         ({**ROUTED, "depth_routing.causal": "predictor", "soft_experts.num": 2}, 0.05),
-        # Places inside groups are attended to all at once.
+        # All positions of a group are attended to at once.
         ({**LATENT, **ROUTED, "compression": "transformer", "upsampling": "attention"}, 0.3),
     ],
 )
 def test_a_prefill_costs_a_forward_pass(changes, tolerance, monkeypatch):
-    """64 tokens in one call, of a long context. What runs in rounds is counted once, which is how
-    often it runs as a rule."""
+    """64 tokens in one call, of a long context, with one round of each routed block."""
     monkeypatch.setattr(attend, "_CACHE_BLOCK", 64)
     model = families.make({"attention.num_heads": 2, **changes}, context=256)
     variables = {"params": families.random_params(model), **families.random_state(model)}
@@ -275,21 +298,17 @@ def counting_decoder(name):
     return run
 
 
-def one_row(size):
-    """(tokens, positions) of all tokens of one row, so many at a time."""
-    for start in range(0, CONTEXT, size):
-        place_1T = np.arange(start, start + size)[None]
-        inside_1T = place_1T < CONTEXT
-        tokens_1T = np.asarray(tokens())[0][np.minimum(place_1T, CONTEXT - 1)]
-        yield jnp.where(inside_1T, tokens_1T, 0), jnp.int32(np.where(inside_1T, place_1T, -1))
+def one_row():
+    """(tokens, positions) of the first row, one at a time."""
+    return [(tokens()[:1, t : t + 1], jnp.full((1, 1), t, jnp.int32)) for t in range(CONTEXT)]
 
 
 def test_a_skipped_block_does_not_run():
     """One row: the routed block runs exactly for the tokens that it routes, and a skipped token
-    leaves its cache as it is, bit for bit, but for the count of tokens."""
+    changes no bit of its cache but the count of tokens."""
     cache = models.init_cache(build("mod")[0], 1, CONTEXT)
     skipped, logits = 0, []
-    for arguments in one_row(1):
+    for arguments in one_row():
         before = cache["layers"]["block_1"]
         (logits_11V, cache), ran = counting_decoder("mod")(cache, *arguments)
         logits.append(logits_11V[0, 0])
@@ -299,35 +318,37 @@ def test_a_skipped_block_does_not_run():
         assert [name for name, _ in ran].count("block_0") == 1
         if not routed:
             skipped += 1
-            came = {"reached": before["reached"] + 1}
-            jax.tree.map(np.testing.assert_array_equal, before | came, after)
+            reached = {"reached": before["reached"] + 1}
+            jax.tree.map(np.testing.assert_array_equal, before | reached, after)
         else:
             assert after["attention"]["used"][0] == before["attention"]["used"][0] + 1
     assert 3 < skipped < CONTEXT - 3
     np.testing.assert_allclose(logits, forward("mod")[0][0], atol=1e-4)
 
 
-def test_a_chunk_runs_as_often_as_it_needs():
-    """A routed block has two slots for a chunk of five tokens: it runs again for the tokens that
-    the first round leaves over, and not at all where none is routed, as when its cache is full."""
-    slots, runs = plans.capacity(0.2 * 1.5, 5), set()
-    cache = models.init_cache(build("mod_short")[0], 1, CONTEXT)
-    for arguments in one_row(5):
-        before = int(cache["layers"]["block_1"]["routed"][0])
-        (_, cache), ran = counting_decoder("mod_short")(cache, *arguments)
-        routed = int(cache["layers"]["block_1"]["routed"][0]) - before
-        times = [name for name, _ in ran].count("block_1")
-        assert times == -(-routed // slots)
-        runs.add(times)
-    assert {0, 2} <= runs
+@pytest.mark.slow
+def test_a_skipped_recursion_step_does_not_run():
+    """A step runs for its survivors only, the next never for others."""
+    cache, ran_both = models.init_cache(build("recursion")[0], 1, CONTEXT), 0
+    for arguments in one_row():
+        before = cache["layers"]
+        (_, cache), ran = counting_decoder("recursion")(cache, *arguments)
+        first, second = (
+            int(cache["layers"][name]["routed"][0] - before[name]["routed"][0])
+            for name in ("recursion_1", "recursion_2")
+        )
+        assert second <= first
+        assert [name for name, _ in ran].count("block_1") == 1 + first + second
+        ran_both += second
+    assert ran_both > 0
 
 
 def test_compacted_rows_are_as_if_alone():
-    """Eight rows, none to all of them routed, with two to four slots for them: the logits
-    of each are those of the full forward, the caches those of the row alone."""
+    """Eight rows, none to all of them routed, with fewer slots: the logits of each are those of the
+    full forward, the caches those of the row alone."""
     batch, rng = 8, np.random.default_rng(0)
     model, variables = build("mod_gpt2")
-    slots = plans.capacity(0.3 * 2.0, batch)
+    slots = selection.num_slots(0.3 * 2.0, batch)
     assert 1 < slots < batch
     many_BT = families.tokens(seed=3, batch=batch, length=CONTEXT)
     expected_BTV = families.jit(model.apply)(variables, many_BT)

@@ -103,7 +103,7 @@ def test_a_setting_is_imported_converted_and_exported(name, value, tmp_path, loa
     if routing.kind == "mod":
         blocks = range(model.config.depth)
         converted = convert_run.convert_variables({"params": before}, trained, blocks, routing)
-        if routing.control or routing.gate in ("twice_sigmoid", "one"):
+        if routing.is_control or routing.gate in ("twice_sigmoid", "one"):
             whole = models.changed(routed, **{"depth_routing.capacity": 1.0})
             found = logits(whole, converted, "train")
             expected = logits(model, {"params": before}, "train")
@@ -112,7 +112,7 @@ def test_a_setting_is_imported_converted_and_exported(name, value, tmp_path, loa
     def export():
         hf.save_hf(tmp_path / "new", trained["params"], routed, state=trained.get("state"))
 
-    if routing.kind == "recursion" or routing.control:
+    if routing.kind == "recursion" or routing.is_control:
         key = "kind" if routing.kind == "recursion" else name
         refused(export, f"config.model.depth_routing.{key}=")
         return
