@@ -118,6 +118,7 @@ def test_threshold_lies_between_the_kth_score_and_the_next(scores_BT, valid_BT, 
 def test_admission_is_one_token_after_another(selected_BT, rate, admitted, before):
     """Also after `before` tokens of which `admitted` were, with a limit for each expert, and of
     tokens whose count is not their position."""
+    admitted = min(admitted, int(selection.causal_limit(np, rate, before)) + selection.HEADROOM)
     call, counts_T = Call(rows_of(2) + before), before + np.arange(T) + 1
     expected_BT = [np_admit(row_T, rate, counts_T, admitted) for row_T in selected_BT]
     admitted_B = np.full(2, admitted, np.int32)
@@ -125,11 +126,11 @@ def test_admission_is_one_token_after_another(selected_BT, rate, admitted, befor
     of_count = Call(rows_of(2) * 7, count_BT=rows_of(2) + before + 1)
     np.testing.assert_array_equal(admit(selected_BT, rate, of_count, admitted_B), expected_BT)
     experts_BTE = np.stack([selected_BT, ~selected_BT], axis=2)
-    experts_BE = np.stack([admitted_B, admitted_B + 1], axis=1)
+    experts_BE = np.stack([admitted_B, admitted_B // 2], axis=1)
     got_BTE = admit(experts_BTE, rate, call, experts_BE)
     np.testing.assert_array_equal(got_BTE[..., 0], expected_BT)
     np.testing.assert_array_equal(
-        got_BTE[0, :, 1], np_admit(~selected_BT[0], rate, counts_T, admitted + 1)
+        got_BTE[0, :, 1], np_admit(~selected_BT[0], rate, counts_T, admitted // 2)
     )
 
 
