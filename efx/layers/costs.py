@@ -1,15 +1,12 @@
-"""What a block costs: nominal FLOPs of one sequence, by component.
-
-A multiply-add is 2 FLOPs; see `efx.flops` for what is counted.
-"""
+"""Nominal FLOPs of blocks for one sequence, by component; see `efx.flops` for conventions."""
 
 from efx import flops
 from efx.routing.decisions import DECISIONS
 
 
 def attention_flops(b, tokens, pairs, context=None):
-    """Of the attention of a block that computes `tokens` and attends to `context` places (None: to
-    themselves), in so many (query, key) pairs."""
+    """{component: FLOPs} of an attention with `tokens` queries and `context` keys (None: the same
+    tokens), of which `pairs` (query, key) pairs are scored."""
     heads = channels(b) * b.attention.num_heads
     context = tokens if context is None else context
     return {
@@ -20,10 +17,10 @@ def attention_flops(b, tokens, pairs, context=None):
 
 
 def mlp_flops(b, tokens, selection="train"):
-    """Of a block's MLP or experts; `selection` matters with experts that choose their tokens.
+    """{component: FLOPs} of a block's MLP or experts.
 
-    By the papers' convention a token meets its k experts, of which no-op ones cost nothing:
-    `computed_fraction` says how many are left. Experts that choose fill all their slots.
+    By the papers' convention a token costs its k experts, of which a fraction `computed_fraction`
+    computes. With expert choice all slots count; `selection` is "train" or "causal".
     """
     if b.soft is not None:
         return {"mlp": _soft_mlp_flops(b, tokens)}
@@ -39,18 +36,18 @@ def mlp_flops(b, tokens, selection="train"):
 
 
 def channels(b):
-    """How many attentions a block has side by side."""
+    """Number of channels of a block."""
     return 1 if b.soft is None else b.soft.num
 
 
 def _kv_width(b):
-    """Numbers that the keys of one token are, over all channels; its values are as many."""
+    """Features of the keys of one token over all channels; its values have as many."""
     shared = b.soft is not None and b.soft.shared_kv
     return (1 if shared else channels(b)) * b.attention.num_kv_heads * b.attention.head_dim
 
 
 def _soft_mlp_flops(b, tokens):
-    """Every channel passes its own expert, the shared MLPs and the common matrix back to D."""
+    """In each channel: its own MLP, the shared MLPs and the common matrix back to D."""
     rows, features = b.soft.num * tokens, b.soft.features(b.width)
     hidden = (1 + b.soft.shared) * b.hidden
     return (
@@ -119,13 +116,13 @@ def _layer_flops(spec, length, mode, measured):
 
 
 def _mask_attentions(b, sites):
-    """How many masks at these sites have an attention of their own."""
+    """Number of masks at these sites with their own attention."""
     c = b.dropout
     return sum(c.active(site) for site in sites) if c.own_attention else 0
 
 
 def _mask_linears(b, sites):
-    """Columns of the linear layers that make masks."""
+    """Output features of the linear layers of masks."""
     c = b.dropout
     mask_width = 1 if c.attention.granularity == "token" else b.width
     if c.kind != "attention" or (c.own_attention and mask_width > 1):
@@ -144,21 +141,20 @@ def _mask_flops(b, tokens, pairs, attentions, linears):
 
 
 def mask_flops(b, tokens, pairs, *sites):
-    """{component: FLOPs} of the masks at these sites, of a block one for each channel; {} if they
-    multiply no matrices."""
+    """{component: FLOPs} of the masks at these sites, one for each channel of a block."""
     sites = sites * channels(b)
     attentions, linears = _mask_attentions(b, sites), _mask_linears(b, sites)
     return _mask_flops(b, tokens, pairs, attentions, linears)
 
 
 def mask_input_flops(b, tokens, pairs):
-    """The same of what masks share: a pass over the embedding, and the linear layer that makes what
-    they read of it."""
+    """{component: FLOPs} of the input that all masks share: an attention over the embedding and a
+    linear layer."""
     c = b.dropout
     return _mask_flops(b, tokens, pairs, c.shared, b.width * (c.shared and c.own_attention))
 
 
 def embedding_mask_flops(b, tokens, pairs):
-    """The same of what comes before the blocks: the mask there, and what all masks share."""
+    """{component: FLOPs} before the blocks: the mask of the embedding and the masks' input."""
     masks = mask_flops(b, tokens, pairs, "embedding")
     return flops.add([masks, mask_input_flops(b, tokens, pairs)])

@@ -15,19 +15,19 @@ from efx.layers.config import (
 from efx.routing.config import DepthRoutingConfig
 from efx.settings import Count, Natural, NonNegative, Pieces, Places, Positive, block
 
-# The settings by which the same model is computed otherwise, as a regex.
+# Regex of the settings that change how a model is computed and not the result.
 SAME_MODEL = r"remat|scan_layers|vocab_multiple|attention\.(chunk|kernel)"
-MOST_BLOCKS = 1000  # without `scan_layers` each is traced by itself, so more take many minutes
+MOST_BLOCKS = 1000  # without `scan_layers`, where each is compiled separately
 
 
 @block("config.model")
 class ModelConfig:
-    """Settings of `config.model` that every family of layers of its own has.
+    """Settings of `config.model` of all families but bridged ones.
 
-    A resolved config, `resolved()`, has every field made out and is what the model's module holds.
+    A resolved config, `resolved()`, has every field filled in; the module of the model holds one.
     """
 
-    # What a family without these settings has.
+    # Values in families without these settings.
     depth_routing: ClassVar[DepthRoutingConfig] = DepthRoutingConfig()
     mup: ClassVar[MuPConfig] = MuPConfig()
     member_runs: ClassVar[tuple] = ()
@@ -40,10 +40,10 @@ class ModelConfig:
     block_kind: BlockKind = "pre_norm"  # how attention, MLP and norms make a block
     dropout: DropoutConfig = DropoutConfig()
     norm_eps: Positive = 1e-5
-    init_std: NonNegative = 0.02  # of weights at the start; residual outputs: / sqrt(2 depth)
+    init_std: NonNegative = 0.02  # initial, of weights; residual outputs: / sqrt(2 depth)
     logit_softcap: NonNegative = 0.0  # logits <- softcap tanh(logits / softcap); 0: off
-    # The vocabulary is padded to a multiple of this; 0: of the devices that the mesh splits it
-    # over. Padding gets no probability, and a checkpoint can be read with any.
+    # The vocabulary is padded to a multiple of this; 0: of the number of devices that split it.
+    # Padding gets no probability, and checkpoints can be read with any value.
     vocab_multiple: Natural = 0
     scan_layers: bool = False  # one compiled layer for all: compiles faster, runs a little slower
     remat: Remat = "none"  # "full", "dots": recompute activations in the backward pass
@@ -70,7 +70,7 @@ class ModelConfig:
 
 
 def check_stack(c, *depths):
-    """UsageError unless stacks of so many blocks can be as a family's config says."""
+    """Raise UsageError unless stacks of these depths fit the settings of the family `c`."""
     if sum(depths) > MOST_BLOCKS and not c.scan_layers:
         key = "depth" if c.depth == max(depths) else "encoder_depth"
         raise UsageError(

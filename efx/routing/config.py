@@ -157,7 +157,7 @@ class DepthRoutingConfig:
     @functools.cached_property
     def is_exact(self):
         """Whether training selects exactly ceil(c T) tokens, and not that many on average."""
-        return self.train_selection not in ("threshold", "token_hash")
+        return self.train_selection in ("topk", "stochastic")
 
     @functools.cached_property
     def looks_ahead(self):
