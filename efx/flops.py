@@ -25,7 +25,7 @@ import numpy as np
 from jax.extend import core
 
 from efx import sharding
-from efx.parameter import only_shapes
+from efx.sharding import only_shapes
 
 _COUNTING = contextvars.ContextVar("counting", default=False)
 TRAIN_FACTOR = 3  # forward, gradient of the input, gradient of the weights

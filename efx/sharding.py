@@ -7,6 +7,7 @@ cannot mean "replicated".
 
 import collections
 import contextlib
+import contextvars
 import functools
 import itertools
 import math
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from flax.errors import ScopeParamShapeError
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import mesh_utils
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -612,3 +614,41 @@ def local(tree):
 
         return multihost_utils.process_allgather(tree, tiled=True)
     return jax.device_put(tree, jax.devices()[0])
+
+
+# ---- parameters --------------------------------------------------------------------------------
+
+_SHAPES_ONLY = contextvars.ContextVar("shapes_only", default=False)
+
+
+@contextlib.contextmanager
+def only_shapes():
+    """Initialise parameters with zeros: noise takes a third of the time of tracing `init`."""
+    token = _SHAPES_ONLY.set(True)
+    try:
+        yield
+    finally:
+        _SHAPES_ONLY.reset(token)
+
+
+def parameter(module, name, init, shape, axes):
+    """A float32 parameter.
+
+    It replaces `module.param`, which traces `init` at every call of the module only to compare
+    shapes: a fifth of the time of tracing a model.
+
+    Args:
+      init: (key, shape, dtype) -> initial values.
+      axes: logical names, one for each dimension.
+    Raises:
+      flax.errors.ScopeParamShapeError: the parameter exists with another shape.
+    """
+    if not module.has_variable("params", name):
+        if _SHAPES_ONLY.get():
+            zeros = nn.with_logical_partitioning(nn.initializers.zeros, axes)
+            return module.variable("params", name, zeros, None, shape, jnp.float32).value
+        return module.param(name, nn.with_logical_partitioning(init, axes), shape, jnp.float32)
+    value = nn.unbox(module.get_variable("params", name))
+    if value.shape != shape:
+        raise ScopeParamShapeError(name, "/".join(module.path), value.shape, shape)
+    return value

@@ -21,104 +21,6 @@ _MAX_CHUNKS = 8  # chunks are unrolled: more of them save FLOPs but cost compile
 _BLOCK = 256  # most queries whose scores are in memory at once
 
 
-# ---- which keys a query sees -------------------------------------------------------------------
-
-
-class Span(NamedTuple):
-    """Queries [q_start, q_stop), in blocks of `block` queries with a slice of `keys` keys each.
-
-    The slice is [0, keys), or with `slides` it ends with the last query of its block. In the
-    methods `start` is the first query of a block, an int or traced.
-    """
-
-    q_start: int
-    q_stop: int
-    block: int
-    keys: int
-    slides: bool = False
-
-    @property
-    def pairs(self):
-        """Number of (query, key) pairs whose scores are computed."""
-        return (self.q_stop - self.q_start) * self.keys
-
-    @property
-    def is_one_block(self):
-        return self.q_stop - self.q_start == self.block
-
-    def first_key(self, start):
-        if not self.slides:
-            return 0
-        first = start + self.block - self.keys
-        return max(0, first) if isinstance(start, int) else jnp.maximum(0, first)
-
-    def slice_queries(self, x_BKGTH, start):
-        return _slice(x_BKGTH, start, self.block, axis=3)
-
-    def slice_keys(self, x_BKSH, start):
-        return _slice(x_BKSH, self.first_key(start), self.keys, axis=2)
-
-
-def _slice(x, start, size, axis):
-    if isinstance(start, int):
-        return jax.lax.slice_in_dim(x, start, start + size, axis=axis)
-    return jax.lax.dynamic_slice_in_dim(x, start, size, axis)
-
-
-def spans(length, chunk=0, window=0):
-    """The `Span`s of a sequence.
-
-    A short sequence is cut into chunks of `chunk` queries (0: at most 8 chunks of at least 64),
-    each with its own keys. In a long one a chunk is a loop over blocks, so that memory for scores
-    grows with the length and not with its square; with a window each block has its own keys.
-    """
-    step = chunk or max(64, -(-length // _MAX_CHUNKS))
-    if step > _BLOCK and not chunk:
-        step = length if window else -(-step // _BLOCK) * _BLOCK
-    result = []
-    for start in range(0, length, step):
-        stop = min(start + step, length)
-        whole = start + (stop - start) // _BLOCK * _BLOCK  # end of the last whole block
-        for q_start, q_stop in ((start, whole), (whole, stop)):
-            block = min(_BLOCK, q_stop - q_start)
-            keys = min(stop, block + window - 1) if window else stop
-            if block:
-                result.append(Span(q_start, q_stop, block, keys, bool(window)))
-    return tuple(result)
-
-
-def first_visible(length, window=0, positions_BT=None, segment_ids_BT=None):
-    """int32 [B or 1, T], the index of the first key that each query sees; None: 0 for all.
-
-    Every mask of `attend` is an interval of keys that ends with the query, because the tokens of a
-    document are adjacent and their positions ascend, in packed rows and in routed subsequences.
-
-    Args:
-      window: positions that a query looks back, its own included; 0: all.
-      positions_BT: original positions; None: 0, 1, 2, ...
-      segment_ids_BT: documents, or None.
-    """
-    if not window and segment_ids_BT is None:
-        return None
-    index_T = jnp.arange(length, dtype=jnp.int32)
-    if positions_BT is None:
-        positions_BT = index_T[None]
-    step_BT = jnp.diff(positions_BT, axis=1, prepend=positions_BT[:, :1])
-    # Unused slots have negative positions and see only each other.
-    starts_BT = (positions_BT < 0) != jnp.roll(positions_BT < 0, 1, axis=1)
-    if segment_ids_BT is not None:
-        change_BT = jnp.diff(segment_ids_BT, axis=1, prepend=segment_ids_BT[:, :1])
-        starts_BT = starts_BT | (change_BT != 0)
-    start_BT = jax.lax.cummax(jnp.where(starts_BT, index_T[None], 0), axis=1)
-    if not window:
-        return start_BT
-    # Ascending along the whole row. Steps are clipped to the window, or the sum could overflow.
-    ascending_BT = jnp.cumsum(jnp.where(starts_BT, 0, jnp.clip(step_BT, 0, window)), axis=1)
-    search = functools.partial(jnp.searchsorted, side="right", method="scan_unrolled")
-    first_BT = jax.vmap(lambda ascending_T: search(ascending_T, ascending_T - window))(ascending_BT)
-    return jnp.maximum(first_BT.astype(jnp.int32), start_BT)
-
-
 # ---- attention over the same tokens ------------------------------------------------------------
 
 
@@ -148,7 +50,7 @@ def attend(
       scale: factor on the scores.
       chunk: see `spans`.
       softcap: scores <- softcap * tanh(scores / softcap); 0: off.
-      positions_BT: original positions, needed only with a window.
+      positions_BT: original positions, read only with a window; None: 0, 1, 2, ...
       segment_ids_BT: documents, or None.
       has_gaps: whether positions are not consecutive.
       kernel: `config.model.attention.kernel`, see `kernels.choose`.
@@ -164,61 +66,95 @@ def attend(
         chosen = kernels.choose(kernel, case)
         if chosen is not None:
             return chosen.run(case, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, scale)
-    q_BTNH = q_BTNH * scale
-    first_BT = first_visible(length, window, positions_BT, segment_ids_BT)
-    if is_sharded and probs_fn is None and _shards_evenly(q_BTNH, k_BSKH):
-        return _attend_sharded(q_BTNH, k_BSKH, v_BSKH, first_BT, chunk, softcap)
-    arrays = _heads_first(q_BTNH, k_BSKH, v_BSKH)
+    if not window:
+        positions_BT = None
+    elif positions_BT is None:
+        positions_BT = jnp.arange(length)[None]
+    q_BKGTH = _group_heads(q_BTNH * scale, k_BSKH.shape[2])
+    k_BKSH, v_BKSH = k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
+    arrays = q_BKGTH, k_BKSH, v_BKSH, (positions_BT, segment_ids_BT)
     sequence = spans(length, chunk, window)
     if probs_fn is not None:
-        return _heads_last(_attend_with_probs_fn(sequence, softcap, *arrays, first_BT, probs_fn))
-    return _heads_last(_attend_blocks(sequence, softcap, *arrays, first_BT, 0))
+        out_BKGTH = _attend_with_probs_fn(sequence, window, softcap, *arrays, probs_fn)
+    elif is_sharded and _shards_evenly(k_BKSH):
+        out_BKGTH = _attend_sharded(chunk, window, softcap, *arrays)
+    else:
+        out_BKGTH = _attend_blocks(sequence, window, softcap, *arrays, 0)
+    return _heads_last(out_BKGTH)
 
 
-def _shards_evenly(q_BTNH, k_BSKH):
+class Span(NamedTuple):
+    """Queries [start, stop), in blocks of `block` queries with a slice of `keys` keys each.
+
+    The slice starts with key 0, or with `slides` it ends with the last query of its block.
+    """
+
+    start: int
+    stop: int
+    block: int
+    keys: int
+    slides: bool = False
+
+
+def spans(length, chunk=0, window=0):
+    """The `Span`s of a sequence.
+
+    A short sequence is cut into chunks of `chunk` queries (0: at most 8 chunks of at least 64),
+    each with its own keys. In a long one a chunk is a loop over blocks, so that memory for scores
+    grows with the length and not with its square; with a window each block has its own keys.
+    """
+    step = chunk or max(64, -(-length // _MAX_CHUNKS))
+    if step > _BLOCK and not chunk:
+        step = length if window else -(-step // _BLOCK) * _BLOCK
+    result = []
+    for chunk_start in range(0, length, step):
+        chunk_stop = min(chunk_start + step, length)
+        last = chunk_stop - (chunk_stop - chunk_start) % _BLOCK  # start of a last, shorter block
+        for start, stop in ((chunk_start, last), (last, chunk_stop)):
+            block = min(_BLOCK, stop - start)
+            keys = min(chunk_stop, block + window - 1) if window else chunk_stop
+            if block:
+                result.append(Span(start, stop, block, keys, bool(window)))
+    return tuple(result)
+
+
+def _shards_evenly(k_BKSH):
     """Whether the mesh splits all axes evenly, and heads of queries like those of keys. Otherwise,
     as for the single row of initialisation, the partitioner decides."""
-    names = "batch", "length", "act_heads", "act_kv_heads"
-    sizes = *q_BTNH.shape[:3], k_BSKH.shape[2]
-    q_axes, k_axes = (nn.logical_to_mesh_axes((name,)) for name in names[2:])
-    return q_axes == k_axes and all(
-        size % sharding.ways(name) == 0 for size, name in zip(sizes, names, strict=True)
-    )
+    q_axes, kv_axes = (nn.logical_to_mesh_axes((name,)) for name in ("act_heads", "act_kv_heads"))
+    batch, kv_heads, length, _ = k_BKSH.shape
+    sizes = {"batch": batch, "length": length, "act_kv_heads": kv_heads}
+    is_even = all(size % sharding.ways(name) == 0 for name, size in sizes.items())
+    return is_even and q_axes == kv_axes
 
 
-def _attend_sharded(q_BTNH, k_BSKH, v_BSKH, first_BT, chunk, softcap):
-    """`attend` for sequences that are sharded over devices.
+def _attend_sharded(chunk, window, softcap, q_BKGTH, k_BKSH, v_BKSH, tokens):
+    """`_attend_blocks` for sequences that are sharded over devices.
 
     Each device holds its own queries and all keys and values, and scores all of these, even the
     keys after its queries.
     """
-    length, shards = q_BTNH.shape[1], sharding.ways("length")
-    if first_BT is None:
-        first_BT = jnp.zeros((1, length), jnp.int32)
-    shard_length = length // shards
-    shard_spans = tuple(span._replace(keys=length) for span in spans(shard_length, chunk))
+    batch, _, length, _ = k_BKSH.shape
+    shard_length = length // sharding.ways("length")
+    sequence = tuple(span._replace(keys=length) for span in spans(shard_length, chunk))
+    tokens = jax.tree.map(lambda y: jnp.broadcast_to(y, (batch, length)), tokens)
 
-    def attend_shard(q_BTNH, k_BSKH, v_BSKH, first_BT, q_offset_1):
-        arrays = _heads_first(q_BTNH, k_BSKH, v_BSKH)
-        return _heads_last(_attend_blocks(shard_spans, softcap, *arrays, first_BT, q_offset_1[0]))
+    def attend_shard(q_BKGTH, k_BKSH, v_BKSH, tokens, offset_1):
+        arrays = q_BKGTH, k_BKSH, v_BKSH
+        return _attend_blocks(sequence, window, softcap, *arrays, tokens, offset_1[0])
 
-    q_axes = "batch", "length", "act_heads", None
-    kv_axes = "batch", None, "act_kv_heads", None
-    first_axes = "batch" if len(first_BT) > 1 else None, "length"
-    specs = tuple(map(nn.logical_to_mesh_axes, (q_axes, kv_axes, kv_axes, first_axes, ("length",))))
-    q_offsets = jnp.arange(0, length, shard_length, dtype=jnp.int32)
-    return jax.shard_map(attend_shard, in_specs=specs, out_specs=specs[0], check_vma=False)(
-        q_BTNH, k_BSKH, v_BSKH, first_BT, q_offsets
+    q_spec = nn.logical_to_mesh_axes(("batch", "act_kv_heads", None, "length"))
+    kv_spec = nn.logical_to_mesh_axes(("batch", "act_kv_heads"))
+    tokens_spec, offset_spec = map(nn.logical_to_mesh_axes, (("batch",), ("length",)))
+    specs = q_spec, kv_spec, kv_spec, tokens_spec, offset_spec
+    offsets = jnp.arange(0, length, shard_length, dtype=jnp.int32)
+    return jax.shard_map(attend_shard, in_specs=specs, out_specs=q_spec, check_vma=False)(
+        q_BKGTH, k_BKSH, v_BKSH, tokens, offsets
     )
 
 
-def _heads_first(q_BTNH, k_BSKH, v_BSKH):
-    """(q [B, K, G, T, H], k [B, K, S, H], v [B, K, S, H]); N = K*G."""
-    return _group_heads(q_BTNH, k_BSKH.shape[2]), k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
-
-
 def _group_heads(q_BTNH, num_kv_heads):
-    """[B, T, N, H] -> [B, K, G, T, H]"""
+    """[B, T, N, H] -> [B, K, G, T, H]; N = K*G."""
     batch, length, _, head_dim = q_BTNH.shape
     q_BTKGH = q_BTNH.reshape(batch, length, num_kv_heads, -1, head_dim)
     return jnp.transpose(q_BTKGH, (0, 2, 3, 1, 4))
@@ -230,59 +166,53 @@ def _heads_last(out_BKGTH):
     return out_BTKGH.reshape(*out_BTKGH.shape[:2], -1, out_BTKGH.shape[-1])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend_blocks(sequence, softcap, q_BKGTH, k_BKSH, v_BKSH, first_BT, q_offset):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attend_blocks(sequence, window, softcap, q_BKGTH, k_BKSH, v_BKSH, tokens, q_offset):
     """`attend` of scaled queries, the first of which has index `q_offset`. Reverse mode only.
 
     The backward pass recomputes the probabilities block by block from the scores and the logarithm
     of their sums (Dao et al. 2022, arXiv 2205.14135), so no T x T array outlives its block.
 
     Args:
-      sequence: tuple of `Span`s. first_BT: see `first_visible`.
+      sequence: tuple of `Span`s. tokens: see `_allowed`.
     """
-    return _attend_forward(sequence, softcap, q_BKGTH, k_BKSH, v_BKSH, first_BT, q_offset)[0]
+    arrays = q_BKGTH, k_BKSH, v_BKSH
+    return _attend_forward(sequence, window, softcap, *arrays, tokens, q_offset)[0]
 
 
-def _attend_forward(sequence, softcap, q_BKGTH, k_BKSH, v_BKSH, first_BT, q_offset):
+def _attend_forward(sequence, window, softcap, q_BKGTH, k_BKSH, v_BKSH, tokens, q_offset):
     dtype = v_BKSH.dtype
 
-    def block(span, _, start):
-        q_BKGCH = span.slice_queries(q_BKGTH, start)
-        keys_BKSH, values_BKSH = (span.slice_keys(y, start) for y in (k_BKSH, v_BKSH))
-        allowed_BCS = _allowed(span, start, first_BT, q_offset)
-        scores_BKGCS = _scores(q_BKGCH, keys_BKSH, allowed_BCS, softcap)
+    def block(_, start, first_key, allowed_BCS, q_BKGCH, k_BKSH, v_BKSH):
+        scores_BKGCS = _scores(q_BKGCH, k_BKSH, allowed_BCS, softcap)
         max_BKGC1 = jnp.max(scores_BKGCS, axis=-1, keepdims=True)
         weights_BKGCS = jnp.exp(scores_BKGCS - max_BKGC1)
         sum_BKGC1 = jnp.sum(weights_BKGCS, axis=-1, keepdims=True)
-        out_BKGCH = (
-            _einsum("BKGCS,BKSH->BKGCH", weights_BKGCS.astype(dtype), values_BKSH) / sum_BKGC1
-        )
-        return None, (out_BKGCH.astype(dtype), max_BKGC1 + jnp.log(sum_BKGC1))
+        values_BKGCH = _einsum("BKGCS,BKSH->BKGCH", weights_BKGCS.astype(dtype), v_BKSH)
+        return None, ((values_BKGCH / sum_BKGC1).astype(dtype), max_BKGC1 + jnp.log(sum_BKGC1))
 
-    results = []
+    outputs, log_sums = [], []
     for span in sequence:
-        _, blocks = _scan_blocks(span, block, None)
-        results.append(tuple(map(_join_blocks, blocks)))
-    out_BKGTH, log_sum_BKGT1 = (jnp.concatenate(y, axis=3) for y in zip(*results, strict=True))
-    return out_BKGTH, (q_BKGTH, k_BKSH, v_BKSH, first_BT, q_offset, out_BKGTH, log_sum_BKGT1)
+        slices = (q_BKGTH,), (k_BKSH, v_BKSH), window, tokens, q_offset
+        _, (output, log_sum) = _scan_blocks(span, block, None, *slices)
+        outputs.append(output)
+        log_sums.append(log_sum)
+    out_BKGTH, log_sum_BKGT1 = _join_blocks(outputs), _join_blocks(log_sums)
+    return out_BKGTH, (q_BKGTH, k_BKSH, v_BKSH, tokens, q_offset, out_BKGTH, log_sum_BKGT1)
 
 
-def _attend_backward(sequence, softcap, residuals, d_out_BKGTH):
-    q_BKGTH, k_BKSH, v_BKSH, first_BT, q_offset, out_BKGTH, log_sum_BKGT1 = residuals
+def _attend_backward(sequence, window, softcap, residuals, d_out_BKGTH):
+    q_BKGTH, k_BKSH, v_BKSH, tokens, q_offset, out_BKGTH, log_sum_BKGT1 = residuals
     dtype = q_BKGTH.dtype
     # Mean over keys of the gradient of the probabilities, computed from the output.
     products_BKGTH = d_out_BKGTH.astype(jnp.float32) * out_BKGTH.astype(jnp.float32)
     mean_BKGT1 = jnp.sum(products_BKGTH, axis=-1, keepdims=True)
 
-    def block(span, d_kv, start):
-        q_BKGCH, d_out_BKGCH, log_sum_BKGC1, mean_BKGC1 = (
-            span.slice_queries(y, start) for y in (q_BKGTH, d_out_BKGTH, log_sum_BKGT1, mean_BKGT1)
-        )
-        keys_BKSH, values_BKSH = (span.slice_keys(y, start) for y in (k_BKSH, v_BKSH))
-        allowed_BCS = _allowed(span, start, first_BT, q_offset)
-        scores_BKGCS = _scores(q_BKGCH, keys_BKSH, allowed_BCS, softcap)
+    def block(d_kv, start, first_key, allowed_BCS, *slices):
+        q_BKGCH, d_out_BKGCH, log_sum_BKGC1, mean_BKGC1, k_BKSH, v_BKSH = slices
+        scores_BKGCS = _scores(q_BKGCH, k_BKSH, allowed_BCS, softcap)
         probs_BKGCS = jnp.exp(scores_BKGCS - log_sum_BKGC1)
-        d_probs_BKGCS = _einsum("BKGCH,BKSH->BKGCS", d_out_BKGCH, values_BKSH)
+        d_probs_BKGCS = _einsum("BKGCH,BKSH->BKGCS", d_out_BKGCH, v_BKSH)
         d_scores_BKGCS = probs_BKGCS * (d_probs_BKGCS - mean_BKGC1)
         if softcap:
             # Not of the scores that are MASKED, whose square overflows.
@@ -290,92 +220,113 @@ def _attend_backward(sequence, softcap, residuals, d_out_BKGTH):
             is_scored_BKGCS = jnp.abs(scores_BKGCS) <= softcap
             d_scores_BKGCS = d_scores_BKGCS * jnp.where(is_scored_BKGCS, slope_BKGCS, 0.0)
         d_scores_BKGCS = d_scores_BKGCS.astype(dtype)
-        d_q_BKGCH = _einsum("BKGCS,BKSH->BKGCH", d_scores_BKGCS, keys_BKSH)
-        d_k_BKHS = _d_keys(q_BKGCH, d_scores_BKGCS)
-        d_v_BKHS = _d_keys(d_out_BKGCH, probs_BKGCS.astype(dtype))
-        d_kv = tuple(
-            _add_at(total, span.first_key(start), new)
-            for total, new in zip(d_kv, (d_k_BKHS, d_v_BKHS), strict=True)
-        )
-        return d_kv, d_q_BKGCH.astype(dtype)
+        d_q_BKGCH = _einsum("BKGCS,BKSH->BKGCH", d_scores_BKGCS, k_BKSH)
+        d_k_BKHS, d_v_BKHS = d_kv
+        d_k_BKHS = _add_product(d_k_BKHS, first_key, q_BKGCH, d_scores_BKGCS)
+        d_v_BKHS = _add_product(d_v_BKHS, first_key, d_out_BKGCH, probs_BKGCS.astype(dtype))
+        return (d_k_BKHS, d_v_BKHS), d_q_BKGCH.astype(dtype)
 
     d_q = []
     zeros_BKHS = jnp.zeros_like(k_BKSH, jnp.float32).swapaxes(2, 3)
-    d_kv = (zeros_BKHS, zeros_BKHS)
+    d_kv = zeros_BKHS, zeros_BKHS
+    by_query = q_BKGTH, d_out_BKGTH, log_sum_BKGT1, mean_BKGT1
     for span in reversed(sequence):
-        d_kv, blocks = _scan_blocks(span, block, d_kv)
-        d_q.insert(0, _join_blocks(blocks))
+        slices = by_query, (k_BKSH, v_BKSH), window, tokens, q_offset
+        d_kv, blocks = _scan_blocks(span, block, d_kv, *slices)
+        d_q.insert(0, blocks)
     d_k_BKSH, d_v_BKSH = (d.swapaxes(2, 3).astype(dtype) for d in d_kv)
-    return jnp.concatenate(d_q, axis=3), d_k_BKSH, d_v_BKSH, None, None
+    return _join_blocks(d_q), d_k_BKSH, d_v_BKSH, None, None
 
 
 _attend_blocks.defvjp(_attend_forward, _attend_backward)
 
 
-def _d_keys(x_BKGCH, y_BKGCS):
-    """Gradients of keys or values. With H before S, XLA:CPU transposes the small factor and not
-    the large one, which is much faster."""
+def _add_product(total_BKHS, first_key, x_BKGCH, y_BKGCS):
+    """Add x^T y, a gradient of keys or values, to `total` from key `first_key` on.
+
+    With H before S, XLA:CPU transposes the small factor and not the large one, which is much
+    faster. The sum does not use `.at[...]`: within a `shard_map` its empty array of indices crashes
+    the partitioner of jaxlib 0.11.2.
+    """
     batch, kv_heads, groups, queries, head_dim = x_BKGCH.shape
     x_BKRH = x_BKGCH.reshape(batch, kv_heads, groups * queries, head_dim)
     y_BKRS = y_BKGCS.reshape(batch, kv_heads, groups * queries, -1)
-    return _einsum("BKHR,BKRS->BKHS", x_BKRH.swapaxes(2, 3), y_BKRS)
+    new_BKHS = _einsum("BKHR,BKRS->BKHS", x_BKRH.swapaxes(2, 3), y_BKRS)
+    old_BKHS = jax.lax.dynamic_slice_in_dim(total_BKHS, first_key, new_BKHS.shape[3], axis=3)
+    return jax.lax.dynamic_update_slice_in_dim(total_BKHS, old_BKHS + new_BKHS, first_key, axis=3)
 
 
-def _attend_with_probs_fn(sequence, softcap, q_BKGTH, k_BKSH, v_BKSH, first_BT, probs_fn):
+def _attend_with_probs_fn(sequence, window, softcap, q_BKGTH, k_BKSH, v_BKSH, tokens, probs_fn):
     """`_attend_blocks` with a `ProbsDropout`, differentiated by JAX. The backward pass recomputes
     each block, so here too no T x T array outlives its block."""
 
-    def block(span, _, start):
-        # A loop separates forward and backward pass by itself.
-        @functools.partial(jax.checkpoint, prevent_cse=span.is_one_block)
-        def recomputed(q_BKGTH, k_BKSH, v_BKSH):
-            q_BKGCH = span.slice_queries(q_BKGTH, start)
-            k_BKSH, v_BKSH = (span.slice_keys(y, start) for y in (k_BKSH, v_BKSH))
-            allowed_BCS, starts = _allowed(span, start, first_BT), (start, span.first_key(start))
-            return _softmax_values(q_BKGCH, k_BKSH, v_BKSH, allowed_BCS, softcap, probs_fn, starts)
+    def block(_, start, first_key, allowed_BCS, *slices):
+        return None, _softmax_values(*slices, allowed_BCS, softcap, probs_fn, (start, first_key))
 
-        return None, recomputed(q_BKGTH, k_BKSH, v_BKSH)
-
-    results = []
+    outputs = []
     for span in sequence:
-        _, (blocks, seen) = _scan_blocks(span, block, None)
-        results.append(_join_blocks(blocks))
-        probs_fn.block_outputs.append(seen)
-    return jnp.concatenate(results, axis=3)
+        slices = (q_BKGTH,), (k_BKSH, v_BKSH), window, tokens, 0
+        _, (output, to_sow) = _scan_blocks(span, block, None, *slices, recompute=True)
+        outputs.append(output)
+        probs_fn.block_outputs.append(to_sow)
+    return _join_blocks(outputs)
 
 
-def _scan_blocks(span, block, carry):
-    """(carry, stacked outputs) of `block(span, carry, start)` -> (carry, output) over the blocks
-    of a span; without a loop if there is one block."""
-    if span.is_one_block:
-        carry, output = block(span, carry, span.q_start)
-        return carry, jax.tree.map(lambda y: y[None], output)
-    starts = jnp.arange(span.q_start, span.q_stop, span.block, dtype=jnp.int32)
-    return jax.lax.scan(functools.partial(block, span), carry, starts)
+def _scan_blocks(span, block, carry, by_query, by_key, window, tokens, q_offset, recompute=False):
+    """Apply `block` to the blocks of a span, without a loop if there is one block.
+
+    Args:
+      block: (carry, index of the first query, index of the first key, allowed_BCS, slices of the
+        arrays `by_query`, slices of the arrays `by_key`) -> (carry, outputs).
+      by_query: arrays [B, K, G, T, ...]. by_key: arrays [B, K, S, H].
+      recompute: do not save intermediate results of a block for the backward pass.
+    Returns: (carry, outputs [blocks, ...]).
+    """
+
+    def run(carry, start):
+        first_key = jnp.maximum(0, start + span.block - span.keys) if span.slides else 0
+        queries = [jax.lax.dynamic_slice_in_dim(y, start, span.block, axis=3) for y in by_query]
+        keys = [jax.lax.dynamic_slice_in_dim(y, first_key, span.keys, axis=2) for y in by_key]
+        allowed_BCS = _allowed(span, q_offset + start, first_key, window, tokens)
+        return block(carry, start, first_key, allowed_BCS, *queries, *keys)
+
+    is_one_block = span.stop - span.start == span.block
+    if recompute:  # A loop separates forward and backward pass by itself.
+        run = jax.checkpoint(run, prevent_cse=is_one_block)
+    if is_one_block:
+        carry, outputs = run(carry, span.start)
+        return carry, jax.tree.map(lambda y: y[None], outputs)
+    return jax.lax.scan(run, carry, jnp.arange(span.start, span.stop, span.block, dtype=jnp.int32))
 
 
-def _join_blocks(blocks):
-    """[blocks, B, K, G, C, ...] -> [B, K, G, T, ...]"""
-    blocks = jnp.moveaxis(blocks, 0, 3)
-    return blocks.reshape(*blocks.shape[:3], -1, blocks.shape[-1])
+def _join_blocks(outputs):
+    """List of [blocks, B, K, G, C, H] -> [B, K, G, T, H]"""
+    blocks = (jnp.moveaxis(y, 0, 3) for y in outputs)
+    return jnp.concatenate([y.reshape(*y.shape[:3], -1, y.shape[-1]) for y in blocks], axis=3)
 
 
-def _add_at(total_BKHS, start, new_BKHC):
-    """total with `new` added from key `start` on. Not by `.at[...]`: within a `shard_map` its
-    empty array of indices crashes the partitioner of jaxlib 0.11.2."""
-    old_BKHC = jax.lax.dynamic_slice_in_dim(total_BKHS, start, new_BKHC.shape[3], axis=3)
-    return jax.lax.dynamic_update_slice_in_dim(total_BKHS, old_BKHC + new_BKHC, start, axis=3)
+def _allowed(span, first_query, first_key, window, tokens):
+    """bool [B or 1, C, S]: the keys that each query of a block sees.
 
+    Args:
+      tokens: (positions [B or 1, T], documents [B or 1, T]), each None if not needed.
+    """
 
-def _allowed(span, start, first_BT, q_offset=0):
-    """bool [B or 1, C, S]: the keys that each query of a block may see."""
-    q_C1 = q_offset + start + jnp.arange(span.block)[:, None]
-    k_1S = span.first_key(start) + jnp.arange(span.keys)[None]
+    def slices(y_BT):
+        q_BC = jax.lax.dynamic_slice_in_dim(y_BT, first_query, span.block, axis=1)
+        return q_BC[..., None], jax.lax.dynamic_slice_in_dim(y_BT, first_key, span.keys, 1)[:, None]
+
+    q_C1 = first_query + jnp.arange(span.block)[:, None]
+    k_1S = first_key + jnp.arange(span.keys)[None]
     allowed_BCS = (k_1S <= q_C1)[None]
-    if first_BT is None:
-        return allowed_BCS
-    first_BC = _slice(first_BT, start, span.block, axis=1)
-    return allowed_BCS & (k_1S[None] >= first_BC[..., None])
+    positions_BT, segment_ids_BT = tokens
+    if window:
+        q_BC1, k_B1S = slices(positions_BT)
+        allowed_BCS = allowed_BCS & (q_BC1 - k_B1S < window)
+    if segment_ids_BT is not None:
+        q_BC1, k_B1S = slices(segment_ids_BT)
+        allowed_BCS = allowed_BCS & (q_BC1 == k_B1S)
+    return allowed_BCS
 
 
 def _scores(q_BKGTH, k_BKSH, allowed_BTS, softcap):
@@ -391,12 +342,12 @@ def _einsum(subscripts, a, b):
 
 
 def _softmax_values(q_BKGTH, k_BKSH, v_BKSH, allowed_BTS, softcap, probs_fn, starts=(0, 0)):
-    """(values [B, K, G, T, H], the second result of `probs_fn` or None)."""
+    """(values [B, K, G, T, H], the arrays that `probs_fn` returns for sowing, or None)."""
     probs_BKGTS = jax.nn.softmax(_scores(q_BKGTH, k_BKSH, allowed_BTS, softcap), axis=-1)
-    seen = None
+    to_sow = None
     if probs_fn is not None:
-        probs_BKGTS, seen = probs_fn(probs_BKGTS, *starts, allowed_BTS)
-    return jnp.einsum("BKGTS,BKSH->BKGTH", probs_BKGTS.astype(v_BKSH.dtype), v_BKSH), seen
+        probs_BKGTS, to_sow = probs_fn(probs_BKGTS, *starts, allowed_BTS)
+    return jnp.einsum("BKGTS,BKSH->BKGTH", probs_BKGTS.astype(v_BKSH.dtype), v_BKSH), to_sow
 
 
 # ---- attention over a cache --------------------------------------------------------------------
@@ -421,8 +372,7 @@ def attend_cache(
 ):
     """Attention of new queries over cache slots, each with the position of its token.
 
-    Query t sees slot s iff 0 <= position(s) <= position(t) (and within the window). Keys and values
-    are [H, S], because a TPU pads the last axis to 128.
+    Keys and values are [H, S], because a TPU pads the last axis to 128.
 
     Args:
       num_used: number of used slots of the fullest row (may be traced); later slots are not read.
@@ -439,17 +389,12 @@ def attend_cache(
     def rows(x):
         return x if rows_B is None else x.at[rows_B].get(mode="clip")
 
-    def allowed(positions_BC):
-        distance_BTC = positions_BT[:, :, None] - positions_BC[:, None, :]
-        allowed_BTC = (distance_BTC >= 0) & (positions_BC[:, None, :] >= 0)
-        return allowed_BTC & (distance_BTC < window) if window else allowed_BTC
-
     def read_slots(start, size):
-        k_BKHC, v_BKHC, positions_BC = (
-            rows(jax.lax.dynamic_slice_in_dim(x, start, size, axis) if size < slots else x)
-            for x, axis in ((k_BKHS, 3), (v_BKHS, 3), (k_positions_BS, 1))
-        )
-        return k_BKHC.swapaxes(2, 3), v_BKHC.swapaxes(2, 3), allowed(positions_BC)
+        arrays = (k_BKHS, 3), (v_BKHS, 3), (k_positions_BS, 1)
+        cut = jax.lax.dynamic_slice_in_dim
+        k_BKHC, v_BKHC, positions_BC = (rows(cut(x, start, size, axis)) for x, axis in arrays)
+        allowed_BTC = visible(positions_BT, positions_BC, window)
+        return k_BKHC.swapaxes(2, 3), v_BKHC.swapaxes(2, 3), allowed_BTC
 
     if probs_fn is not None:
         out_BKGTH, _ = _softmax_values(q_BKGTH, *read_slots(0, slots), softcap, probs_fn)
@@ -461,31 +406,34 @@ def attend_cache(
     if pending is not None:
         k_BCKH, v_BCKH, positions_BC = map(rows, pending)
         keys_values = k_BCKH.swapaxes(1, 2), v_BCKH.swapaxes(1, 2)
-        state = _update_softmax(state, q_BKGTH, *keys_values, allowed(positions_BC), softcap)
+        allowed_BTC = visible(positions_BT, positions_BC, window)
+        state = _update_softmax(state, q_BKGTH, *keys_values, allowed_BTC, softcap)
 
-    # A GPU reads all slots for one query at once, because each turn of a loop waits for the host.
     platform = sharding.platform()
     size = _CACHE_BLOCK if platform == "cpu" else 4 * _CACHE_BLOCK
+
+    def read_block(i, state):
+        # The last block ends with the cache; slots that the one before has read are masked.
+        start = jnp.minimum(i * size, slots - size)
+        k_BKCH, v_BKCH, allowed_BTC = read_slots(start, size)
+        is_new_11C = start + jnp.arange(size)[None, None] >= i * size
+        return _update_softmax(state, q_BKGTH, k_BKCH, v_BKCH, allowed_BTC & is_new_11C, softcap)
+
+    # A GPU reads all slots for one query at once, because each turn of a loop waits for the host.
     if slots <= size or (platform == "gpu" and queries == 1):
         state = _update_softmax(state, q_BKGTH, *read_slots(0, slots), softcap)
     else:
-
-        def is_unfinished(carry):
-            return carry[0] * size < num_used
-
-        def read_block(carry):
-            i, *state = carry
-            # The last block ends with the cache; slots that the one before has read are masked.
-            start = jnp.minimum(i * size, slots - size)
-            k_BKCH, v_BKCH, allowed_BTC = read_slots(start, size)
-            is_new_C = start + jnp.arange(size) >= i * size
-            allowed_BTC = allowed_BTC & is_new_C[None, None]
-            return i + 1, *_update_softmax(state, q_BKGTH, k_BKCH, v_BKCH, allowed_BTC, softcap)
-
-        _, *state = jax.lax.while_loop(is_unfinished, read_block, (jnp.int32(0), *state))
+        state = jax.lax.fori_loop(0, -(-num_used // size), read_block, state)
     _, sum_BKGT, out_BKGTH = state
     out_BKGTH = out_BKGTH / jnp.maximum(sum_BKGT, 1e-30)[..., None]
     return _heads_last(out_BKGTH)[:, :queries].astype(q_BTNH.dtype)
+
+
+def visible(q_positions_BT, k_positions_BS, window):
+    """bool [B, T, S]: keys up to the position of the query (and within the window), no padding."""
+    distance_BTS = q_positions_BT[:, :, None] - k_positions_BS[:, None]
+    visible_BTS = (distance_BTS >= 0) & (k_positions_BS[:, None] >= 0)
+    return visible_BTS & (distance_BTS < window) if window else visible_BTS
 
 
 def _update_softmax(state, q_BKGTH, k_BKCH, v_BKCH, allowed_BTC, softcap):
@@ -508,30 +456,21 @@ def _update_softmax(state, q_BKGTH, k_BKCH, v_BKCH, allowed_BTC, softcap):
 # ---- attention over other tokens ---------------------------------------------------------------
 
 
-def attend_context(
-    q_BTNH, k_BSKH, v_BSKH, call, key_call, *, scale, window=0, softcap=0.0, probs_fn=None
-):
-    """Attention of the tokens of `call` over those of `key_call`.
-
-    A query sees keys of its own document up to its own position (and within the window). Scores of
-    all pairs are computed; differentiated by JAX.
-    """
-    distance_BTS = call.positions_BT[:, :, None] - key_call.positions_BT[:, None, :]
-    allowed_BTS = distance_BTS >= 0
-    if window:
-        allowed_BTS = allowed_BTS & (distance_BTS < window)
+def attend_context(q_BTNH, k_BSKH, v_BSKH, call, key_call, *, window=0, **options):
+    """Attention of the tokens of `call` over those of `key_call`, in their own document."""
+    allowed_BTS = visible(call.positions_BT, key_call.positions_BT, window)
     if call.segment_ids_BT is not None:
-        same_BTS = call.segment_ids_BT[:, :, None] == key_call.segment_ids_BT[:, None, :]
+        same_BTS = call.segment_ids_BT[:, :, None] == key_call.segment_ids_BT[:, None]
         allowed_BTS = allowed_BTS & same_BTS
-    return attend_masked(
-        q_BTNH, k_BSKH, v_BSKH, allowed_BTS, scale=scale, softcap=softcap, probs_fn=probs_fn
-    )
+    return attend_masked(q_BTNH, k_BSKH, v_BSKH, allowed_BTS, **options)
 
 
 def attend_masked(q_BTNH, k_BSKH, v_BSKH, allowed_BTS, *, scale, softcap=0.0, probs_fn=None):
-    """Attention of T queries over S keys with a mask, bool [B or 1, T, S]."""
-    arrays = _heads_first(q_BTNH * scale, k_BSKH, v_BSKH)
-    out_BKGTH, seen = _softmax_values(*arrays, allowed_BTS, softcap, probs_fn)
+    """Attention of T queries over S keys with a mask, bool [B or 1, T, S]. It computes the scores
+    of all pairs."""
+    q_BKGTH = _group_heads(q_BTNH * scale, k_BSKH.shape[2])
+    k_BKSH, v_BKSH = k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
+    out_BKGTH, to_sow = _softmax_values(q_BKGTH, k_BKSH, v_BKSH, allowed_BTS, softcap, probs_fn)
     if probs_fn is not None:
-        probs_fn.block_outputs.append(jax.tree.map(lambda y: y[None], seen))
+        probs_fn.block_outputs.append(jax.tree.map(lambda y: y[None], to_sow))
     return _heads_last(out_BKGTH)

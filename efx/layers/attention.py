@@ -23,7 +23,7 @@ class Attention(nn.Module):
       config: resolved; the N query heads share K heads of keys and values.
       std, std_out: initialisation of the input and output projections.
       probs_dropout: factory of a module that drops attention probabilities, or None.
-      width: of the output; None: no output projection, the heads are concatenated.
+      width: of the output.
     """
 
     config: AttentionConfig
@@ -32,7 +32,7 @@ class Attention(nn.Module):
     norm_eps: float
     probs_dropout: Callable | None
     dtype: jnp.dtype
-    width: int | None
+    width: int
 
     @nn.compact
     def __call__(self, x_BTD, call, context=None):
@@ -75,25 +75,18 @@ class Attention(nn.Module):
 
     def _heads(self, name, x_BTD, call):
         """Queries, keys or values [B, T, N or K, H]."""
-        c, is_query = self.config, name == "query"
-        heads, axis = (c.num_heads, "heads") if is_query else (c.num_kv_heads, "kv_heads")
-        project = Linear(
-            heads * c.head_dim, ("embed", axis), self.std, c.bias != "none", self.dtype, name=name
-        )
-        y, shape = project(x_BTD), (*x_BTD.shape[:-1], heads, c.head_dim)
+        c = self.config
+        heads, axis = (c.num_heads, "heads") if name == "query" else (c.num_kv_heads, "kv_heads")
+        features, axes, use_bias = heads * c.head_dim, ("embed", axis), c.bias != "none"
+        y = Linear(features, axes, self.std, use_bias, self.dtype, name=name)(x_BTD)
+        shape = *x_BTD.shape[:2], heads, c.head_dim
         if name != "value":
-            if c.qk_norm == "none":
-                y = y.reshape(shape)
-            else:
+            if c.qk_norm != "none":
                 norm = RMSNorm(eps=self.norm_eps, dtype=self.dtype, name=f"norm_{name}")
-                is_width = c.qk_norm == "width"
-                y = (
-                    self._norm_width(norm, y, heads).reshape(shape)
-                    if is_width
-                    else norm(y.reshape(shape))
-                )
+                is_head = c.qk_norm == "head"
+                y = norm(y.reshape(shape)) if is_head else self._norm_width(norm, y, heads)
             if c.rope_theta:
-                y = rope(y, call.positions_BT, c)
+                y = rope(y.reshape(shape), call.positions_BT, c)
                 # On a GPU remat saves rotated queries and keys: rotating them again takes two
                 # passes over memory. TPUs have more time than memory.
                 if c.qk_norm == "none" and sharding.platform() == "gpu":
@@ -103,17 +96,10 @@ class Attention(nn.Module):
     def _norm_width(self, norm, y, heads):
         return norm(y)
 
-    @property
-    def bias_out(self):
-        return self.config.bias == "all"
-
     def _out(self, out_BTNH):
         out_BTD = out_BTNH.reshape(*out_BTNH.shape[:2], -1)
-        if self.width is None:
-            return out_BTD
-        axes = ("heads", "embed")
-        project = Linear(self.width, axes, self.std_out, self.bias_out, self.dtype, name="out")
-        return project(out_BTD)
+        axes, use_bias = ("heads", "embed"), self.config.bias == "all"
+        return Linear(self.width, axes, self.std_out, use_bias, self.dtype, name="out")(out_BTD)
 
 
 # ---- rotary positions --------------------------------------------------------------------------
@@ -131,9 +117,8 @@ def rope(x_BTNH, positions_BT, c):
     """
     size, dtype = c.rotary_size(x_BTNH.shape[-1]), x_BTNH.dtype
     x_BTNR = x_BTNH if size == x_BTNH.shape[-1] else x_BTNH[..., :size]
-    angle_BTF = (
-        positions_BT[:, :, None].astype(jnp.float32) * _frequencies(size // 2, c)[None, None]
-    )
+    position_BT1 = positions_BT[:, :, None].astype(jnp.float32)
+    angle_BTF = position_BT1 * _frequencies(size // 2, c)[None, None]
     cos, sin = jnp.cos(angle_BTF)[:, :, None], jnp.sin(angle_BTF)[:, :, None]
     if sharding.platform() == "tpu" and not flops.is_counting():
         # Halves of a head are fractions of a TPU's vector registers; a product with a constant

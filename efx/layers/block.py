@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import means
-from efx.layers import norms
 from efx.layers.attention import Attention
 from efx.layers.config import BlockConfig
 from efx.layers.learned_dropout import compute_kept_tokens, make_dropout
 from efx.layers.mlp import MLP
 from efx.layers.moe import ROUTER_STD, MoE
+from efx.layers.norms import NORMS
 from efx.layers.report import sow_choice
 
 
@@ -127,7 +127,7 @@ def with_dropout(dropout, x, call):
 
 def make_norm(c, name=None):
     """A norm of the block `c` (a `BlockConfig`)."""
-    return norms.make_norm(c.norm, use_bias=c.use_bias, eps=c.norm_eps, dtype=c.dtype, name=name)
+    return NORMS[c.norm](c.norm_eps, dtype=c.dtype, use_bias=c.use_bias, name=name)
 
 
 def make_attention(c, name=None, kind=Attention, **changes):

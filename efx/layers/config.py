@@ -6,6 +6,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from efx.errors import UsageError
+from efx.layers.norms import NORMS
 from efx.routing import selection
 from efx.settings import (
     AtLeastOne,
@@ -22,7 +23,7 @@ from efx.settings import (
 )
 
 Activation = Literal["gelu", "gelu_tanh", "swiglu"]  # "gelu" is the exact one
-Norm = Literal["layernorm", "rmsnorm"]
+Norm = Literal[tuple(NORMS)]
 Remat = Literal["none", "full", "dots"]  # recomputed in the backward pass; "dots": all but matmuls
 Initialisation = Literal["gpt2", "spike_no_more"]
 Site = Literal["embedding", "attention_probs", "attention_output", "mlp_output"]

@@ -57,17 +57,15 @@ class Kernel(NamedTuple):
     """A kernel for one platform.
 
     Attributes:
-      unsupported: Case -> the reason why the kernel cannot compute it, or None.
       run: (case, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT or None, scale) -> [B, T, N, H].
     """
 
     platform: str
-    unsupported: Callable
     run: Callable
 
 
 class UnsupportedKernel(UsageError):
-    """The config names a kernel that cannot compute the attention; `reason` follows its name."""
+    """The config names a kernel that cannot compute the attention."""
 
     def __init__(self, name, reason):
         super().__init__(
@@ -83,7 +81,7 @@ _choices = contextvars.ContextVar("choices", default=None)
 
 @contextlib.contextmanager
 def recorded_choices():
-    """A set that collects the choices of programs traced in this context, see `as_records`."""
+    """Record the choices of programs traced in this context in a set, see `as_records`."""
     token = _choices.set(set())
     try:
         yield _choices.get()
@@ -109,25 +107,18 @@ def choose(setting, case):
     Raises:
       UnsupportedKernel: the setting names a kernel that does not support the case.
     """
-    platform = sharding.platform()
-    name = setting
+    name, refused = setting, ()
     if setting == "auto":
+        platform = sharding.platform()
         name = next((name for name, k in KERNELS.items() if k.platform == platform), "xla")
-    if name == "xla" or flops.is_counting():
-        return _record("xla")
-    kernel = KERNELS[name]
-    reason = _unsupported(case) or kernel.unsupported(case)
-    if kernel.platform != platform:
-        reason = f"runs only on a {kernel.platform}, but the devices here are {platform!r}"
-    if not reason:
-        return _record(name)
-    if setting != "auto":
+    if flops.is_counting():
+        name = "xla"
+    reason = None if name == "xla" else _unsupported(name, case)
+    if reason and setting != "auto":
         raise UnsupportedKernel(name, reason)
-    _warn_once(f"attention in plain XLA: {name} {reason}")
-    return _record("xla", ((name, reason),))
-
-
-def _record(name, refused=()):
+    if reason:
+        _warn_once(f"attention in plain XLA: {name} {reason}")
+        name, refused = "xla", ((name, reason),)
     if _choices.get() is not None:
         _choices.get().add((name, refused))
     return KERNELS.get(name)
@@ -138,19 +129,33 @@ def _warn_once(message):
     logging.getLogger(__name__).warning(message)
 
 
-def _first_reason(*checks):
-    """The reason of the first (condition, reason) whose condition holds, or None."""
-    return next((reason for condition, reason in checks if condition), None)
-
-
-def _unsupported(case):
-    ways = sharding.ways("act_heads")
-    return _first_reason(
+def _unsupported(name, case):
+    """The reason why a kernel cannot compute a case on these devices, or None."""
+    platform, ways = sharding.platform(), sharding.ways("act_heads")
+    if KERNELS[name].platform != platform:
+        return f"runs only on a {KERNELS[name].platform}, but the devices here are {platform!r}"
+    checks = [
         (case.is_sharded, "does not support sequences sharded over devices"),
         (case.has_probs_fn, "does not support dropout or masks of attention probabilities"),
         (case.window and case.has_gaps, "does not support windows in routed subsequences"),
         (case.num_heads % ways, f"needs a multiple of {ways} heads, not {case.num_heads}"),
-    )
+    ]
+    width = case.head_dim
+    if name == "splash":
+        checks.append((width % 64, f"needs a head width that is a multiple of 64, not {width}"))
+    if name == "cudnn":
+        capability, dtype = _compute_capability(), jnp.dtype(case.dtype)
+        is_half, missing = dtype in (jnp.bfloat16, jnp.float16), _cudnn_missing()
+        checks += [
+            (capability < 8, f"needs compute capability 8.0 (A100) or newer, not {capability}"),
+            (not is_half, f"computes in bfloat16 or float16, not {dtype}"),
+            (case.is_packed, "supports packed documents only with a dense T x T mask"),
+            (case.softcap, "does not support softcap"),
+            (width % 8, f"needs a head width that is a multiple of 8, not {width}"),
+            (width > 128, f"needs a head width of at most 128, not {width}"),
+            (missing, missing),
+        ]
+    return next((reason for is_unsupported, reason in checks if is_unsupported), None)
 
 
 def _repeat_kv_heads(num_heads, *arrays_BTKH):
@@ -163,19 +168,13 @@ def _repeat_kv_heads(num_heads, *arrays_BTKH):
 
 
 def _pad_length(y, length):
-    """y [B, T, ...] with zeros up to this length; causal queries do not see them."""
+    """Pad y [B, T, ...] with zeros to this length; causal queries do not see them."""
     return jnp.pad(y, ((0, 0), (0, length - y.shape[1])) + ((0, 0),) * (y.ndim - 2))
 
 
 # ---- TPU ---------------------------------------------------------------------------------------
 
 _LANES = 128  # splash needs lengths that are multiples of this
-
-
-def _splash_unsupported(case):
-    if case.head_dim % 64:
-        return f"needs a head width that is a multiple of 64, not {case.head_dim}"
-    return None
 
 
 def splash(case, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, scale, interpret=False):
@@ -222,25 +221,12 @@ def splash(case, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, scale, interpret=False)
 
 
 def _compute_capability():
-    """Of JAX's default device; 0 for devices without a number, such as "gfx942" of AMD."""
+    """Compute capability of JAX's default device; 0.0 for AMD ("gfx942") and other devices."""
     device = jax.config.jax_default_device
     if device is None or isinstance(device, str):
         device = jax.local_devices(backend=device)[0]
     capability = str(getattr(device, "compute_capability", 0))
     return 0.0 if capability.startswith("gfx") else float(capability)
-
-
-def _cudnn_unsupported(case):
-    capability, dtype = _compute_capability(), jnp.dtype(case.dtype)
-    reason = _first_reason(
-        (capability < 8.0, f"needs compute capability 8.0 (A100) or newer, not {capability}"),
-        (dtype not in (jnp.bfloat16, jnp.float16), f"computes in bfloat16 or float16, not {dtype}"),
-        (case.is_packed, "supports packed documents only with a dense mask, using T x T memory"),
-        (case.softcap, "does not support softcap"),
-        (case.head_dim % 8, f"needs a head width that is a multiple of 8, not {case.head_dim}"),
-        (case.head_dim > 128, f"needs a head width of at most 128, not {case.head_dim}"),
-    )
-    return reason or _cudnn_missing()
 
 
 @functools.cache
@@ -274,7 +260,4 @@ def cudnn(case, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, scale):
     return out_BTNH[:, : case.length]
 
 
-KERNELS = {
-    "splash": Kernel("tpu", _splash_unsupported, splash),
-    "cudnn": Kernel("gpu", _cudnn_unsupported, cudnn),
-}
+KERNELS = {"splash": Kernel("tpu", splash), "cudnn": Kernel("gpu", cudnn)}

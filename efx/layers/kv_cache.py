@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import sharding
-from efx.layers.attend import attend_cache, attend_masked
+from efx.layers.attend import attend_cache, attend_masked, visible
 from efx.routing.selection import distinct
 
 # Keys and values, which are large. No query sees those of an empty slot, whose position is -1.
@@ -48,9 +48,9 @@ class _Tagged(nn.Module):
 
 
 def start_pending(cache, tokens):
-    """The cache with space for up to `tokens` pending tokens of each row; none on a GPU, nor in
-    caches of groups. Layers then leave the slots alone and put the new token of a call into the
-    space that `set_pending_step` selects."""
+    """Add space for up to `tokens` pending tokens of each row to the cache. Layers then write the
+    new token of a call into the space that `set_pending_step` selects, not into a slot. Not on a
+    GPU, nor in caches of groups."""
     if sharding.platform() == "gpu":
         return cache
 
@@ -64,7 +64,7 @@ def start_pending(cache, tokens):
 
 
 def set_pending_step(cache, step):
-    """The cache for token number `step` of the loop."""
+    """Select the space of token number `step` of the loop."""
 
     def change(layer):
         return layer | {"pending_step": jnp.full_like(layer["pending_step"], step)}
@@ -73,7 +73,7 @@ def set_pending_step(cache, step):
 
 
 def flush_pending(cache):
-    """The cache with pending tokens stored in the slots."""
+    """Store pending tokens in the slots and remove their space."""
 
     def flush(layer):
         slots = {name: value for name, value in layer.items() if name not in _PENDING}
@@ -90,7 +90,7 @@ def flush_pending(cache):
 
 
 def _map_layers(change, cache, name):
-    """The cache with `change` applied to the variables of each layer that has this variable."""
+    """Apply `change` to the KV cache of each layer that has the variable `name`."""
     if not isinstance(cache, dict):
         return cache
     if name in cache and "cached_key" in cache:
@@ -111,7 +111,7 @@ def attend_cached(module, q_BTNH, k_BTKH, v_BTKH, call, key_call, dropout, optio
     Args:
       module: linen module, in its compact method, that owns the cache.
       call: of the queries. key_call: of the keys and values; it differs only in groups.
-      dropout: module for the probabilities (see `dropout.StandardDropout.probs_fn`), or None.
+      dropout: module that drops probabilities, such as `dropout.StandardDropout`, or None.
       options: keywords of `attend_cache`.
     Returns: [B, T, N, H], or None if the call only writes; it then needs no queries.
     """
@@ -170,7 +170,7 @@ def _store(cache, k_BTKH, v_BTKH, positions_BT, rows_B=None):
 
 
 def add_to_rows(total, new, rows_B):
-    """`total` with `new` added to the rows `rows_B`; None: to all rows, in order."""
+    """Add `new` to the rows `rows_B` of `total`; None: to all rows, in order."""
     if rows_B is None:
         return total + new
     return total.at[rows_B].add(new, mode="drop", unique_indices=True)
@@ -281,12 +281,9 @@ def _attend_group(
     all_k, all_v, all_position_BS, all_group_BS = (
         jnp.concatenate([slots.value, y], axis=1) for slots, y in zip(cache, new, strict=True)
     )
-    distance_BTS = call.positions_BT[:, :, None] - all_position_BS[:, None]
+    allowed_BTS = visible(call.positions_BT, all_position_BS, window)
     same_BTS = all_group_BS[:, None] == call.segment_ids_BT[:, :, None]
-    same_BTS = same_BTS | (all_group_BS[:, None] == ALL_GROUPS)
-    allowed_BTS = same_BTS & (all_position_BS[:, None] >= 0) & (distance_BTS >= 0)
-    if window:
-        allowed_BTS = allowed_BTS & (distance_BTS < window)
+    allowed_BTS = allowed_BTS & (same_BTS | (all_group_BS[:, None] == ALL_GROUPS))
     probs_fn = None if dropout is None else dropout.probs_dropout(call, all_position_BS)
     out_BTNH = attend_masked(
         q_BTNH, all_k, all_v, allowed_BTS, scale=scale, softcap=softcap, probs_fn=probs_fn

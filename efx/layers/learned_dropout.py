@@ -30,9 +30,8 @@ from efx.layers.config import BlockConfig, ElementwiseConfig
 from efx.layers.dropout import ProbsDropout, StandardDropout
 from efx.layers.kv_cache import attend_cached
 from efx.layers.report import Report, choices_requested, sow_choice
-from efx.parameter import parameter
 from efx.routing.selection import add, in_rounds, take
-from efx.sharding import constrain
+from efx.sharding import constrain, parameter
 
 # ---- functions of a mask -------------------------------------------------------------------------
 

@@ -9,17 +9,17 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 from efx import sharding
-from efx.parameter import parameter
+from efx.sharding import parameter
 
 _PROJECTION = "projection"
 saves_projections = jax.checkpoint_policies.save_only_these_names(_PROJECTION)
 
 
 def mark_projection(y):
-    """y, which the `jax.checkpoint` policy `saves_projections` saves.
+    """Mark y for the `jax.checkpoint` policy `saves_projections`.
 
-    The policy of JAX itself does not save rotated projections, nor products with an axis of
-    experts or channels, which it takes for scores of attention.
+    JAX's own policies save neither rotated projections nor products with an axis of experts or
+    channels.
     """
     return checkpoint_name(y, _PROJECTION)
 
@@ -31,13 +31,13 @@ def row_padding(rows):
 
 
 def broadcast(y, shape):
-    """y, broadcast to a shape, with its gradient summed in float32: GPUs sum bfloat16 in bfloat16,
-    and the gradient of a bias is a sum over all tokens."""
+    """Broadcast y; its gradient is summed in float32. GPUs sum bfloat16 in bfloat16, and the
+    gradient of a bias is a sum over all tokens."""
     return jnp.broadcast_to(y.astype(jnp.float32), shape).astype(y.dtype)
 
 
 def dot_float32(vector_D, x_BTD):
-    """Products [B, T] with one vector, in float32 whatever the dtype of x."""
+    """float32 products [B, T] of x, of any dtype, with one vector."""
     return jnp.einsum(
         "BTD,D->BT", x_BTD.astype(jnp.float32), vector_D, precision=jax.lax.Precision.HIGHEST
     )
@@ -45,11 +45,10 @@ def dot_float32(vector_D, x_BTD):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def matmul_float32(x, w, axis):
-    """x [..., D] times w over its axis `axis` (of two), float32 whatever the dtype of both: logits
-    in bfloat16 have 8 bits.
+    """`matmul` with a float32 result of factors of any dtype: bfloat16 logits have only 8 bits.
 
-    Gradients are products in the dtype of x and w. With a float32 factor, as JAX would
-    differentiate it, they take GPUs twice the time.
+    Gradients are products in the dtype of x and w. JAX would make one factor float32, which takes
+    GPUs twice the time.
     """
     dimensions = ((x.ndim - 1,), (axis,)), ((), ())
     return jax.lax.dot_general(x, w, dimensions, preferred_element_type=jnp.float32)
@@ -68,27 +67,26 @@ matmul_float32.defvjp(
 )
 
 
-def _apply_to_rows(function, x):
-    """function, [N, D] -> [N, F], of x [..., D]: [..., F].
+def matmul(x, w, axis=0, float32_output=False):
+    """x [..., D] times w over its axis `axis`: [..., F].
 
-    One leading axis, because the gradient of a matrix then contracts one axis, which halves the
-    time of a training step on XLA:CPU. Not on TPUs, where it moves data, and not where devices
+    Rows and tokens become one axis, because the gradient of w then contracts one axis, which halves
+    the time of a training step on XLA:CPU. Not on TPUs, where it moves data, and not where devices
     share a sequence: a joint axis of rows and tokens cannot be sharded over them.
     """
-    *shape, width = x.shape
-    rows = math.prod(shape)
+    shape, rows = x.shape[:-1], math.prod(x.shape[:-1])
     padding = row_padding(rows)
-    if not padding and (sharding.platform() == "tpu" or sharding.ways("length") > 1):
-        return function(x)
-    x_ND = x.reshape(rows, width)
+    if padding or not (sharding.platform() == "tpu" or sharding.ways("length") > 1):
+        x = x.reshape(rows, x.shape[-1])
     if padding:
-        x_ND = jnp.pad(x_ND, ((0, padding), (0, 0)))
-    y_NF = function(x_ND)[:rows] if padding else function(x_ND)
-    return y_NF.reshape(*shape, y_NF.shape[-1])
+        x = jnp.pad(x, ((0, padding), (0, 0)))
+    y = matmul_float32(x, w, axis) if float32_output else jnp.dot(x, w)
+    y = y[:rows] if padding else y
+    return y.reshape(*shape, y.shape[-1])
 
 
 def padded(init, size, axis):
-    """An initialiser that draws the first `size` entries along `axis`, whatever the number of
+    """Initialiser that draws the first `size` entries along `axis`, independent of the number of
     others, which are 0."""
 
     def draw(key, shape, dtype):
@@ -106,7 +104,7 @@ class Linear(nn.Module):
       features: size of the last axis of the output.
       axes: logical names of the kernel's (input, output) axes.
       std: standard deviation of the normal initialisation.
-      padding: number of the last features that exist only so that they divide over a mesh.
+      padding: number of unused last features, added so that features divide over a mesh.
       float32_output: see `matmul_float32`.
     """
 
@@ -124,15 +122,11 @@ class Linear(nn.Module):
         init = padded(init if self.std else zeros, self.features - self.padding, axis=1)
         kernel = parameter(self, "kernel", init, (x.shape[-1], self.features), self.axes)
         kernel = sharding.parted_gradient(kernel.astype(self.dtype), self.axes)
-        bias = None
-        if self.use_bias:
-            bias = parameter(self, "bias", zeros, (self.features,), self.axes[1:])
-
-        def function(x):
-            y = matmul_float32(x, kernel, 0) if self.float32_output else jnp.dot(x, kernel)
-            return y if bias is None else y + broadcast(bias.astype(self.dtype), y.shape)
-
-        return _apply_to_rows(function, x.astype(self.dtype))
+        y = matmul(x.astype(self.dtype), kernel, float32_output=self.float32_output)
+        if not self.use_bias:
+            return y
+        bias = parameter(self, "bias", zeros, (self.features,), self.axes[1:])
+        return y + broadcast(bias.astype(self.dtype), y.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -193,4 +187,4 @@ class Embedding(nn.Module):
     def attend(self, x):
         """float32 logits [..., V] of x [..., D]."""
         table_VD = self.embedding.astype(self.dtype)
-        return _apply_to_rows(lambda x: matmul_float32(x, table_VD, 1), x.astype(self.dtype))
+        return matmul(x.astype(self.dtype), table_VD, axis=1, float32_output=True)

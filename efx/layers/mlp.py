@@ -40,11 +40,10 @@ class MLP(nn.Module):
     def __call__(self, x_BTD, call=None):
         """[B, T, D] -> [B, T, D]. `call` is not used; MLPs with experts use it."""
 
-        def linear(name, features, axes, std):
-            return Linear(features, axes, std, self.use_bias, self.dtype, name=name)
+        options, width = (self.use_bias, self.dtype), x_BTD.shape[-1]
 
         def project(name):
-            return linear(name, self.hidden, ("embed", "mlp"), self.std)(x_BTD)
+            return Linear(self.hidden, ("embed", "mlp"), self.std, *options, name=name)(x_BTD)
 
         h_BTF = constrain(activate(self.activation, project), "batch", "length", "act_mlp")
-        return linear("down", x_BTD.shape[-1], ("mlp", "embed"), self.std_out)(h_BTF)
+        return Linear(width, ("mlp", "embed"), self.std_out, *options, name="down")(h_BTF)

@@ -27,9 +27,8 @@ from efx.layers.config import MoEConfig
 from efx.layers.linear import broadcast, mark_projection
 from efx.layers.mlp import MLP, activate
 from efx.layers.report import choices_requested, sow_choice
-from efx.parameter import parameter
 from efx.routing import admission, selection
-from efx.sharding import constrain, exchange
+from efx.sharding import constrain, exchange, parameter
 
 ROUTER_STD = 0.02
 # Axes of [E, B, C, D]: each device gathers the tokens of its own rows, then sends them to the

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx.parameter import parameter
+from efx.sharding import parameter
 
 
 class LayerNorm(nn.Module):
@@ -31,11 +31,15 @@ class RMSNorm(nn.Module):
 
     eps: float = 1e-5
     dtype: jnp.dtype = jnp.float32
+    use_bias: bool = False  # a field of every norm; an RMS norm has no bias
 
     @nn.compact
     def __call__(self, x):
         y = _normalize(x.astype(jnp.float32), self.eps)
         return (y * _vector(self, "scale", nn.initializers.ones, x)).astype(self.dtype)
+
+
+NORMS = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
 
 
 def _vector(module, name, init, x):
@@ -53,10 +57,3 @@ def l2_normalize(x):
     x = x.astype(jnp.float32)
     square = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
     return x * jax.lax.rsqrt(jnp.maximum(square, 1e-12))
-
-
-def make_norm(kind, *, use_bias, eps, dtype, name):
-    """A `LayerNorm` or, for "rmsnorm", an `RMSNorm`."""
-    if kind == "layernorm":
-        return LayerNorm(eps=eps, use_bias=use_bias, dtype=dtype, name=name)
-    return RMSNorm(eps=eps, dtype=dtype, name=name)

@@ -34,8 +34,7 @@ from efx.layers.learned_dropout import make_dropout
 from efx.layers.linear import broadcast, mark_projection
 from efx.layers.mlp import activate
 from efx.layers.moe import ExpertLinear
-from efx.parameter import parameter
-from efx.sharding import constrain, exchange
+from efx.sharding import constrain, exchange, parameter
 
 # Layouts of [X, B, T, D]: attention computes all channels of a device's rows, MLPs all rows of its
 # channels.
@@ -125,7 +124,8 @@ class ChannelAttention(Attention):
         y = y.reshape(self.channels, batch, length, -1)
         y = exchange(y, BY_ROW, BY_CHANNEL)
         y = y.reshape(self.channels, batch * length, -1)
-        options = self.width, ("heads", "embed"), self.std_out, self.bias_out, self.dtype
+        use_bias = self.config.bias == "all"
+        options = self.width, ("heads", "embed"), self.std_out, use_bias, self.dtype
         out = _linear(self.tied, self.channels, *options, name="out")
         return out(y).reshape(self.channels, batch, length, self.width)
 

@@ -14,12 +14,11 @@ from efx.layers import kernels, linear
 from efx.layers.block import Block, SkipMLP
 from efx.layers.config import BlockConfig, DenseFormerConfig, with_experts, with_soft_experts
 from efx.layers.soft_experts import SoftBlock
-from efx.parameter import parameter
 from efx.routing import selection
 from efx.routing.config import DepthRoutingConfig
 from efx.routing.mod import MoDBlock
 from efx.routing.recursion import RecursionStep, SharedBlocks, recursion_steps
-from efx.sharding import constrain
+from efx.sharding import constrain, parameter
 
 _keeps_selections = jax.checkpoint_policies.save_only_these_names(selection.SELECTION)
 

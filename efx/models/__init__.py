@@ -32,8 +32,8 @@ from efx.models.decoder import Decoder, DecoderConfig
 from efx.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from efx.models.language_model import unrolled
 from efx.models.latent import Latent, LatentConfig
-from efx.parameter import only_shapes
 from efx.settings import is_block, make, names_of, replaced
+from efx.sharding import only_shapes
 
 
 class Family(NamedTuple):

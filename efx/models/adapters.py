@@ -32,10 +32,10 @@ from efx.layers.moe import ROUTER_STD
 from efx.layers.report import Report, sow_choice
 from efx.layers.stack import first_of_scanned, first_of_unrolled, period
 from efx.models.language_model import unrolled
-from efx.parameter import only_shapes, parameter
 from efx.routing import selection
 from efx.routing.admission import admit_new_tokens
 from efx.settings import AtLeastOne, Count, Fraction, Number, block, check_regex
+from efx.sharding import only_shapes, parameter
 
 ADAPTERS = Report({"adapter/experts_per_token": "; {:.2f} experts a token"}, ("adapter/",))
 

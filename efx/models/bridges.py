@@ -92,9 +92,9 @@ class Bridge(nn.Module):
         """The increment [B, T, D] of the anchor's state; the two widths may differ."""
         width = anchor_BTD.shape[-1]
         if self.norm != "none":
-            options = dict(use_bias=True, eps=1e-5, dtype=self.dtype)
-            anchor_BTD = norms.make_norm(self.norm, **options, name="norm_query")(anchor_BTD)
-            augment_BTD = norms.make_norm(self.norm, **options, name="norm_context")(augment_BTD)
+            norm, options = norms.NORMS[self.norm], dict(use_bias=True, dtype=self.dtype)
+            anchor_BTD = norm(**options, name="norm_query")(anchor_BTD)
+            augment_BTD = norm(**options, name="norm_context")(augment_BTD)
         project = Linear(width, ("embed", "table"), self.std, dtype=self.dtype, name="project")
         attention = Attention(
             config=self.attention,

@@ -95,9 +95,8 @@ class Decoder(LanguageModel):
         if c.depth_routing.needs_token_places:
             self.token_types = TokenPlacement(self.vocab_size)
         self.layers = Stack(self.specs(), c.scan_layers, c.remat, c.dense_former)
-        self.norm_final = norms.make_norm(
-            c.norm, use_bias=c.use_bias, eps=c.norm_eps, dtype=self.dtype, name=None
-        )
+        norm = norms.NORMS[c.norm]
+        self.norm_final = norm(c.norm_eps, dtype=self.dtype, use_bias=c.use_bias)
         if not c.tied:
             self.head = self.output_layer(std.head)
 

@@ -53,11 +53,10 @@ from efx.layers.linear import Embedding, Linear, broadcast
 from efx.layers.stack import REMAT_POLICIES, LayerSpec, Stack, layer_specs
 from efx.models.config import ModelConfig, check_stack
 from efx.models.language_model import LanguageModel
-from efx.parameter import parameter
 from efx.routing import selection
 from efx.routing.config import DepthRoutingConfig
 from efx.settings import Count, NonNegative, Pieces, PiecesOrNone, Places, block
-from efx.sharding import constrain
+from efx.sharding import constrain, parameter
 
 # ---- settings ----------------------------------------------------------------------------------
 

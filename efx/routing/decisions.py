@@ -21,8 +21,8 @@ import optax
 from flax import linen as nn
 
 from efx import flops, means
-from efx.parameter import parameter
 from efx.routing import selection
+from efx.sharding import parameter
 
 # Factor on the increment of a selected token, as a function of its score.
 GATES = {

@@ -21,10 +21,10 @@ from efx.layers.linear import dot_float32
 from efx.layers.moe import ROUTER_STD
 from efx.layers.norms import RMSNorm
 from efx.layers.report import sow_choice
-from efx.parameter import parameter
 from efx.routing import admission, controls, decisions, selection
 from efx.routing.config import DepthRoutingConfig
 from efx.routing.decisions import DECISIONS, GATES
+from efx.sharding import parameter
 
 
 class MoDBlock(nn.Module):

@@ -1,5 +1,6 @@
 """Attention kernels, interpreted, against plain XLA; and which kernel is chosen."""
 
+import functools
 import re
 import types
 
@@ -41,24 +42,18 @@ def assert_close(got, expected):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4, rtol=2e-3), got, expected)
 
 
-@pytest.mark.parametrize(
-    "kv_heads, segments, options",
-    [(1, None, dict(window=33, softcap=3.0)), (2, SEGMENTS, dict(window=20))],
-    ids=["grouped_window_softcap", "documents_window"],
-)
-def test_splash_equals_plain_xla(kv_heads, segments, options):
+def test_splash_equals_plain_xla():
     """Values and gradients except at padding, at a length that is padded to 256."""
-    length = SEGMENTS.shape[1]
-    q, k, v, weight = arrays(2, length, 2, kv_heads, 64)
-    if segments is not None:
-        weight = weight * (segments > 0)[..., None, None]
-    case = Case(length, 2, kv_heads, 64, q.dtype, is_packed=segments is not None, **options)
+    length, options = SEGMENTS.shape[1], dict(window=33, softcap=3.0)
+    q, k, v, weight = arrays(2, length, 2, 1, 64)
+    weight = weight * (SEGMENTS > 0)[..., None, None]
+    case = Case(length, 2, 1, 64, q.dtype, is_packed=True, **options)
 
     def splash(*qkv):
-        return KERNELS["splash"].run(case, *qkv, segments, 0.2, interpret=True)
+        return KERNELS["splash"].run(case, *qkv, SEGMENTS, 0.2, interpret=True)
 
     def plain(*qkv):
-        return attend.attend(*qkv, scale=0.2, kernel="xla", segment_ids_BT=segments, **options)
+        return attend.attend(*qkv, scale=0.2, kernel="xla", segment_ids_BT=SEGMENTS, **options)
 
     got, expected = (loss_and_gradients(f, q, k, v, weight) for f in (splash, plain))
     assert_close(got, expected)
@@ -125,8 +120,9 @@ def test_remat_does_not_run_a_kernel_again(name):
 
 @pytest.fixture
 def devices_of(monkeypatch):
-    """A function that makes devices of one kind the default; returns the implementations that JAX
-    is asked for when it looks for cuDNN."""
+    """A function that makes devices of one kind the default; returns the searches for cuDNN."""
+    for name in ("_cudnn_missing", "_warn_once"):
+        monkeypatch.setattr(kernels, name, functools.cache(getattr(kernels, name).__wrapped__))
 
     def select(platform, capability="8.0", has_cudnn=True):
         searches = []
@@ -143,12 +139,7 @@ def devices_of(monkeypatch):
         monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
         return searches
 
-    caches = kernels._cudnn_missing, kernels._warn_once
-    for cache in caches:
-        cache.cache_clear()
-    yield select
-    for cache in caches:
-        cache.cache_clear()
+    return select
 
 
 SUPPORTED = [
@@ -215,8 +206,8 @@ def test_a_missing_cudnn_is_reported_once(devices_of, caplog):
 def test_heads_that_do_not_divide_over_the_devices_run_in_plain_xla(devices_of):
     devices_of("gpu")
     with on_mesh():
-        assert kernels.choose("auto", HALF._replace(num_heads=8)) == KERNELS["cudnn"]
-        assert kernels.choose("auto", HALF._replace(num_heads=6)) is None
+        chosen = [kernels.choose("auto", HALF._replace(num_heads=heads)) for heads in (8, 6)]
+    assert chosen == [KERNELS["cudnn"], None]
 
 
 def test_the_platform_is_that_of_the_traced_mesh(monkeypatch):
