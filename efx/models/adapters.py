@@ -16,7 +16,7 @@ parameters beside them, and the base keeps its paths.
 import dataclasses
 import functools
 import re
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,10 @@ from flax import linen as nn
 from efx import flops, means
 from efx.errors import UsageError
 from efx.layers.call import Call
-from efx.layers.linear import Linear
+from efx.layers.linear import Linear, dot_float32
 from efx.layers.mlp import exact_gelu
-from efx.layers.moe import ROUTER_STD
+from efx.layers.moe import ROUTER_STD, largest_indices
+from efx.layers.norms import LayerNorm
 from efx.layers.report import Report, sow_choice
 from efx.layers.stack import first_of_scanned, first_of_unrolled, period
 from efx.models.language_model import unrolled
@@ -97,47 +98,36 @@ class AdapterConfig:
         return total + has_gates * flops.matmul(tokens, width, experts)
 
 
-# ---- weights of the experts: pure functions ----------------------------------------------------
+# ---- weights of the experts --------------------------------------------------------------------
 
 
-def standardise(x):
-    """Zero mean and unit variance over the last axis; a constant vector becomes 0."""
-    x = x.astype(jnp.float32)
-    x = x - jnp.mean(x, axis=-1, keepdims=True)
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-12)
+def dot_products(x_BTD, vectors_ED):
+    """float32 [B, T, E], whatever the dtype of x."""
+    return jax.vmap(dot_float32, in_axes=(0, None), out_axes=-1)(vectors_ED, x_BTD)
 
 
-def dot_products(u_ND, v_ED):
-    """float32 [N, E], whatever the dtype of u."""
-    return jnp.einsum(
-        "ND,ED->NE", u_ND.astype(jnp.float32), v_ED, precision=jax.lax.Precision.HIGHEST
-    )
-
-
-def topk_weights(affinity_NE, top_k, width):
+def topk_weights(affinity_BTE, top_k, width):
     """softmax(affinity / sqrt(D)) over the top-k experts, 0 for the others."""
-    num_experts = affinity_NE.shape[-1]
-    # Ranks by comparison: E is small, and a sort would gather tokens that a mesh splits.
-    own_NE1, other_N1E = affinity_NE[:, :, None], affinity_NE[:, None, :]
-    earlier_1EE = jnp.tril(jnp.ones((1, num_experts, num_experts), bool), k=-1)
-    ahead_NEE = (other_N1E > own_NE1) | ((other_N1E == own_NE1) & earlier_1EE)
-    selected_NE = jnp.sum(ahead_NEE, axis=-1) < top_k
-    return jax.nn.softmax(jnp.where(selected_NE, affinity_NE / width**0.5, -jnp.inf), axis=-1)
+    best_BTK = largest_indices(affinity_BTE, top_k)
+    is_best_BTE = jnp.any(jax.nn.one_hot(best_BTK, affinity_BTE.shape[-1], dtype=bool), axis=-2)
+    return jax.nn.softmax(jnp.where(is_best_BTE, affinity_BTE / width**0.5, -jnp.inf), axis=-1)
 
 
 # ---- the adapter of one linear layer -----------------------------------------------------------
 
 
 class Adapter(nn.Module):
-    """The term added to one linear layer: scale * adapter(u), or scale * sum_e w_e adapter_e(u).
+    """The term added to one linear layer: scale * sum_e w_e adapter_e(u).
 
-    `topk`: v and u are standardised over features; w = softmax(v.u / sqrt(D)) over the k experts
-      of largest affinity v.u.
+    A single adapter has w = 1, or sigmoid(v.u) with `gate`. Several experts have, by `routing`:
+
+    `topk`: w = softmax(v.u / sqrt(D)) over the k experts of largest v.u, where v and u are
+      standardised over features.
     `uniform`: w_e = 1 / E.
-    `inclusion`: the routing of Mixture-of-Depths (arXiv 2404.02258) at the entrance of each expert.
-      With r = v.u + b, an expert computes the top-k tokens of a sequence by r in training; in
-      evaluation and sampling those with r > 0 that the causal limit admits. w_e = sigmoid(r). The
-      loss `inclusion_bce` trains r > 0 to agree with top-k.
+    `inclusion`: the routing of Mixture-of-Depths (arXiv 2404.02258) for each expert, with the score
+      r = v.u + b. In training an expert computes the top-k tokens of a sequence by r; in evaluation
+      and sampling those with r > 0 that the causal limit admits. w_e = sigmoid(r). The loss
+      `inclusion_bce` trains r > 0 to agree with top-k.
 
     Sows `stats`: experts_per_token; usage of each expert (fraction of the tokens);
     effective_experts = exp(entropy of w) (`topk`); dropped_fraction, of the selected tokens those
@@ -158,80 +148,80 @@ class Adapter(nn.Module):
     def __call__(self, x, call):
         """[..., D] -> [..., F]; `call` is the Call of these tokens, None if unknown."""
         c, width = self.config, x.shape[-1]
-        stack = (c.num_experts,) if c.experts else ()
-        down = self._param("down", width**-0.5, (*stack, width, c.rank), (self.axes[0], None))
-        up = self._param("up", 0.0, (*stack, c.rank, self.features), (None, self.axes[1]))
-        down, up, x = down.astype(self.dtype), up.astype(self.dtype), x.astype(self.dtype)
-        if not c.experts:
-            y = self._single(x, call, down, up)
-        elif c.has_entrances:
-            y = self._included_experts(x, call, down, up)
+        experts = (c.num_experts,) if c.experts else ()
+        down = self._param("down", width**-0.5, (*experts, width, c.rank), (self.axes[0], None))
+        up = self._param("up", 0.0, (*experts, c.rank, self.features), (None, self.axes[1]))
+        down_EDR = down.astype(self.dtype).reshape(-1, *down.shape[-2:])
+        up_ERF = up.astype(self.dtype).reshape(-1, *up.shape[-2:])
+        x_BTD = x.astype(self.dtype).reshape(-1, *x.shape[-2:])  # learned vectors are [T, D]
+        if c.has_entrances:
+            y_BTF = self._included_experts(x_BTD, call, down_EDR, up_ERF)
         else:
-            y = self._all_experts(x, self._weights(x, call), down, up)
-        return (c.scale * y).reshape(*x.shape[:-1], self.features).astype(self.dtype)
+            # All experts on all tokens: at low rank this costs less than gathering tokens.
+            y_BTF = self._weighted_sum(x_BTD, self._weights(x_BTD, call), down_EDR, up_ERF)
+        return (c.scale * y_BTF).reshape(*x.shape[:-1], self.features).astype(self.dtype)
 
     def _param(self, name, std, shape, axes):
         init = nn.initializers.normal(std) if std else nn.initializers.zeros
         return parameter(self, name, init, shape, (None,) * (len(shape) - len(axes)) + axes)
 
-    def _activation(self, h):
-        return exact_gelu(h) if self.config.kind == "mlp" else h
+    def _weighted_sum(self, x_BTD, weight_BTE, down_EDR, up_ERF):
+        """sum_e w_e adapter_e(x), [B, T, F]; without weights (None) w = 1."""
+        batch, length, width = x_BTD.shape
+        # One leading axis, as in `Linear`: on CPUs this halves the time of the gradients.
+        h_NER = jnp.einsum("ND,EDR->NER", x_BTD.reshape(-1, width), down_EDR)
+        if self.config.kind == "mlp":
+            h_NER = exact_gelu(h_NER)
+        if weight_BTE is not None:
+            weight_NE = weight_BTE.reshape(-1, weight_BTE.shape[-1])
+            h_NER = selection.weighted(h_NER, weight_NE).astype(h_NER.dtype)
+        return jnp.einsum("NER,ERF->NF", h_NER, up_ERF).reshape(batch, length, self.features)
 
-    def _single(self, x, call, down_DR, up_RF):
-        u_ND = x.reshape(-1, x.shape[-1])
-        y_NF = self._activation(u_ND @ down_DR) @ up_RF
-        if not self.config.gate:
-            return y_NF
-        v_D = self._param("gate", 0.0, x.shape[-1:], self.axes[:1])
-        logit_N1 = dot_products(u_ND, v_D[None])
-        self.sow("intermediates", "gate_logits", logit_N1)
-        gate_N1 = jax.nn.sigmoid(logit_N1)
-        sow_choice(self, "gate", gate_N1.reshape(-1, x.shape[-2]), call)
-        return selection.weighted(y_NF, gate_N1[:, 0])
-
-    def _all_experts(self, x, weight, down_EDR, up_ERF):
-        """Every expert on every token: at low rank this costs less than gathering tokens."""
-        x_ND, weight_NE = x.reshape(-1, x.shape[-1]), weight.reshape(-1, weight.shape[-1])
-        h_NER = self._activation(jnp.einsum("ND,EDR->NER", x_ND, down_EDR))
-        h_NER = selection.weighted(h_NER, weight_NE).astype(h_NER.dtype)
-        return jnp.einsum("NER,ERF->NF", h_NER, up_ERF)
-
-    def _weights(self, x, call):
-        c, width = self.config, x.shape[-1]
+    def _weights(self, x_BTD, call):
+        """w, float32 [B, T, E]; None: 1."""
+        c, (batch, length, width) = self.config, x_BTD.shape
+        if not c.experts:
+            if not c.gate:
+                return None
+            v_D = self._param("gate", 0.0, (width,), self.axes[:1])
+            logit_BT = dot_float32(v_D, x_BTD)
+            self.sow("intermediates", "gate_logits", logit_BT)
+            gate_BT = jax.nn.sigmoid(logit_BT)
+            sow_choice(self, "gate", gate_BT, call)
+            return gate_BT[..., None]
         if c.routing == "uniform":
-            return jnp.full((*x.shape[:-1], c.num_experts), 1.0 / c.num_experts)
-        gate_ED = self._param("gate", 0.0, (c.num_experts, width), self.axes[:1])
-        affinity_NE = dot_products(standardise(x.reshape(-1, width)), standardise(gate_ED))
-        weight_NE = topk_weights(affinity_NE, c.top_k, width)
-        weight_BTE = weight_NE.reshape(*x.shape[:-1], c.num_experts)
-        valid_BT = jnp.ones(x.shape[:-1], bool) if call is None else call.real(x.shape[0])
-        self._report(weight_BTE, valid_BT, call)
+            return jnp.full((batch, length, c.num_experts), 1.0 / c.num_experts)
+        v_ED = self._param("gate", 0.0, (c.num_experts, width), self.axes[:1])
+        standardise = LayerNorm(eps=1e-12, use_bias=False, use_scale=False)
+        affinity_BTE = dot_products(standardise(x_BTD), standardise(v_ED))
+        weight_BTE = topk_weights(affinity_BTE, c.top_k, width)
+        self._report(weight_BTE, call)
         return weight_BTE
 
     def _included_experts(self, x_BTD, call, down_EDR, up_ERF):
+        """Each expert on the tokens that its entrance selects."""
         c, (batch, length, width) = self.config, x_BTD.shape
         # From zero, the first selection would be the first C tokens for every expert.
         std = ROUTER_STD * self.mup_ratio
-        entrance_ED = self._param("entrance", std, (c.num_experts, width), self.axes[:1])
-        bias_E = self._param("entrance_bias", 0.0, (c.num_experts,), ("norm",))
-        logit_NE = dot_products(x_BTD.reshape(-1, width), entrance_ED) + bias_E[None]
-        logit_BTE = logit_NE.reshape(batch, length, c.num_experts)
+        v_ED = self._param("entrance", std, (c.num_experts, width), self.axes[:1])
+        b_E = self._param("entrance_bias", 0.0, (c.num_experts,), ("norm",))
+        logit_BTE = dot_products(x_BTD, v_ED) + b_E[None, None]
         weight_BTE, valid_BT = jax.nn.sigmoid(logit_BTE), call.real(batch)
-        selected_BTE = (logit_BTE > 0) & valid_BT[..., None]
-        causal_rate = c.capacity * c.slack
+        selected_BTE, rate = (logit_BTE > 0) & valid_BT[..., None], c.capacity * c.slack
         if call.decode:
             names = "admitted", "overflow"
-            run_BTE, _ = admit_new_tokens(self, selected_BTE, causal_rate, call, names)
-            return self._all_experts(x_BTD, jnp.where(run_BTE, weight_BTE, 0.0), down_EDR, up_ERF)
-
-        topk_BTE = jax.vmap(
-            lambda logit_BT: selection.select_topk(
-                logit_BT, c.capacity, valid_BT, call.segment_ids_BT
-            ),
-            2,
-            2,
-        )(jax.lax.stop_gradient(logit_BTE))
-        admitted_BTE = selection.admit(selected_BTE, causal_rate, call)
+            run_BTE, _ = admit_new_tokens(self, selected_BTE, rate, call, names)
+            weight_BTE = jnp.where(run_BTE, weight_BTE, 0.0)
+            return self._weighted_sum(x_BTD, weight_BTE, down_EDR, up_ERF)
+        admitted_BTE = selection.admit(selected_BTE, rate, call)
+        # A packed row of many documents may have more tokens than slots.
+        admitted_BTE &= jnp.cumsum(admitted_BTE, axis=1) <= c.slots(length, looks_ahead=False)
+        scores_BTE = jax.lax.stop_gradient(logit_BTE)
+        topk_BTE = jax.vmap(selection.select_topk, (2, None, None, None), out_axes=2)(
+            scores_BTE, c.capacity, valid_BT, call.segment_ids_BT
+        )
+        run_BTE = topk_BTE if call.looks_ahead else admitted_BTE
+        self._report(jnp.where(run_BTE, weight_BTE, 0.0), call)
         if means.wanted(self):
             bce_BTE = optax.sigmoid_binary_cross_entropy(logit_BTE, topk_BTE.astype(jnp.float32))
             bce = means.over(jnp.mean(bce_BTE, axis=-1), valid_BT)
@@ -239,117 +229,97 @@ class Adapter(nn.Module):
             selected = jnp.sum(selected_BTE, dtype=jnp.float32)
             dropped = selected - jnp.sum(admitted_BTE, dtype=jnp.float32)
             means.sow(self, "stats", "adapter/dropped_fraction", means.Mean(dropped, selected))
-        run_BTE = topk_BTE if call.looks_ahead else admitted_BTE
-        self._report(jnp.where(run_BTE, weight_BTE, 0.0), valid_BT, call)
-        return self._routed_experts(x_BTD, call, run_BTE, weight_BTE, down_EDR, up_ERF)
 
-    def _routed_experts(self, x_BTD, call, run_BTE, weight_BTE, down_EDR, up_ERF):
-        """Every expert on its tokens; float32 [B, T, F], summed in the order of the experts."""
-        batch, length, width = x_BTD.shape
-        slots = self.config.slots(length, call.looks_ahead)
-        index_EBC = jax.vmap(lambda run_BT: selection.compact(run_BT, slots), in_axes=2)(run_BTE)
-        # In float32, because the gradient of x sums over experts.
-        x_BTD = x_BTD.astype(jnp.float32)
+        slots = c.slots(length, call.looks_ahead)
+        index_EBC = jax.vmap(selection.compact, in_axes=(2, None))(run_BTE, slots)
+        wide_BTD = x_BTD.astype(jnp.float32)  # the gradient of x is a sum over experts
 
         def add_expert(y_BTF, expert):
             index_BC, weight_BT, down_DR, up_RF = expert
-            x_ND = selection.take(x_BTD, index_BC).reshape(-1, width).astype(self.dtype)
-            h_NR = self._activation(x_ND @ down_DR)
-            h_NR = selection.weighted(h_NR, selection.take(weight_BT, index_BC).reshape(-1)).astype(
-                h_NR.dtype
-            )
-            y_BCF = (h_NR @ up_RF).reshape(batch, slots, self.features)
+            x_BCD = selection.take(wide_BTD, index_BC).astype(self.dtype)
+            weight_BC1 = selection.take(weight_BT, index_BC)[..., None]
+            y_BCF = self._weighted_sum(x_BCD, weight_BC1, down_DR[None], up_RF[None])
             return selection.add(y_BTF, index_BC, y_BCF), None
 
         start_BTF = jnp.zeros((batch, length, self.features), jnp.float32)
-        weight_EBT = jnp.moveaxis(weight_BTE, 2, 0)
-        return jax.lax.scan(add_expert, start_BTF, (index_EBC, weight_EBT, down_EDR, up_ERF))[0]
+        experts = index_EBC, jnp.moveaxis(weight_BTE, 2, 0), down_EDR, up_ERF
+        return jax.lax.scan(add_expert, start_BTF, experts)[0]
 
-    def _report(self, weight_BTE, valid_BT, call):
+    def _report(self, weight_BTE, call):
         """Sow statistics of the weights; experts with weight 0 are not used."""
-        weights = jnp.where(valid_BT[..., None], weight_BTE, 0.0)
-        sow_choice(self, "weights", weights.reshape(-1, *weights.shape[-2:]), call)
+        shape = weight_BTE.shape[:2]
+        valid_BT = jnp.ones(shape, bool) if call is None else call.real(len(weight_BTE))
+        sow_choice(self, "weights", jnp.where(valid_BT[..., None], weight_BTE, 0.0), call)
         if not means.wanted(self):
             return
-
-        def report(name, value_BT):
-            means.sow(self, "stats", f"adapter/{name}", means.over(value_BT, valid_BT))
-
         used_BTE = (weight_BTE > 0).astype(jnp.float32)
-        report("experts_per_token", jnp.sum(used_BTE, axis=-1))
+        stats = {"experts_per_token": jnp.sum(used_BTE, axis=-1)}
         for e in range(self.config.num_experts):
-            report(f"usage/expert_{e}", used_BTE[..., e])
+            stats[f"usage/expert_{e}"] = used_BTE[..., e]
         if self.config.routing == "topk":
-            entropy_BT = -jnp.sum(jax.scipy.special.xlogy(weight_BTE, weight_BTE), axis=-1)
-            report("effective_experts", jnp.exp(entropy_BT))
+            entropy_BT = jnp.sum(jax.scipy.special.entr(weight_BTE), axis=-1)
+            stats["effective_experts"] = jnp.exp(entropy_BT)
+        for name, value_BT in stats.items():
+            means.sow(self, "stats", f"adapter/{name}", means.over(value_BT, valid_BT))
 
 
 # ---- the model ---------------------------------------------------------------------------------
 
 
-class LinearInterceptor:
-    """Replaces the output y of each linear layer by visit(linear, x, y), x its input.
+def intercept_linear(replace_output):
+    """Context manager in which the output y of each linear layer becomes
+    replace_output(linear, x, y, calls).
 
-    For `flax.linen.intercept_methods`. `frames` are the enclosing method calls: (path, arguments).
+    `calls`: the enclosing method calls, the outermost first: (path of the module, arguments).
     """
+    calls = []
 
-    def __init__(self, visit):
-        self.frames, self._visit = [], visit
-
-    def __call__(self, next_fun, args, kwargs, context):
+    def intercept(next_fun, args, kwargs, context):
         module = context.module
         if isinstance(module, Linear) and context.method_name == "__call__":
-            return self._visit(module, args[0], next_fun(*args, **kwargs))
-        self.frames.append(("/".join(module.path), args))
-        try:
-            return next_fun(*args, **kwargs)
-        finally:
-            self.frames.pop()
+            return replace_output(module, args[0], next_fun(*args, **kwargs), calls)
+        calls.append(("/".join(module.path), args))
+        result = next_fun(*args, **kwargs)
+        calls.pop()
+        return result
 
-    def call_of(self, x):
-        """The `Call` of the tokens x: the argument of the innermost method call that has one. None
-        if x has other rows, as where tokens become latents."""
-        for _, args in reversed(self.frames):
-            for value in args:
-                if isinstance(value, Call):
-                    return value if value.positions_BT.shape[-1] == x.shape[-2] else None
-        return None
+    return nn.intercept_methods(intercept)
 
 
-class LinearCall(NamedTuple):
-    """One call of a linear layer [..., D] -> [..., F] in a forward pass over one sequence."""
-
-    path: str
-    tokens: int  # rows of the input
-    width: int
-    features: int
-    block: str  # path of the routed block that selected these tokens; "": none
-    block_tokens: int  # the number of tokens that it selected from
+def call_of(x, calls):
+    """The `Call` of the tokens x: the argument of the innermost method call that has one. None if
+    it is of other tokens, as where tokens become latents."""
+    for _, args in reversed(calls):
+        for value in args:
+            if isinstance(value, Call):
+                return value if value.positions_BT.shape[-1] == x.shape[-2] else None
+    return None
 
 
 @functools.lru_cache(maxsize=64)
 def linear_calls(model, length):
-    """(LinearCall, ...) of an unrolled model in the order of execution; only shapes are traced."""
+    """The calls of linear layers in a forward pass of an unrolled model over one sequence.
+
+    Only shapes are traced. Returns tuples (path, number of tokens, size of the input, of the
+    output, path of the routed block that selected these tokens or "") in the order of execution.
+    """
     found = []
     routed = {path for path, spec in model.blocks().items() if spec.routing is not None}
 
-    def record(linear, x, y):
-        call, block = interceptor.call_of(x), ("", 0)
+    def record(linear, x, y, calls):
+        call, block = call_of(x, calls), ""
         # The keys and values of a routed block may be those of all tokens, which have no gaps.
         if call is not None and call.has_gaps:
-            frames = ((path, args[0]) for path, args in interceptor.frames if path in routed)
-            path, state = next(frames)
-            block = path, state.size // state.shape[-1]
-        sizes = x.size // x.shape[-1], x.shape[-1], linear.features
-        found.append(LinearCall("/".join(linear.path), *sizes, *block))
+            block = next(path for path, _ in calls if path in routed)
+        width = x.shape[-1]
+        found.append(("/".join(linear.path), x.size // width, width, linear.features, block))
         return y
 
     def run(key):
-        with nn.intercept_methods(interceptor):
+        with intercept_linear(record):
             tokens_BT = jnp.zeros((1, length), jnp.int32)
             return model.init({"params": key, "dropout": key, "routing": key}, tokens_BT)
 
-    interceptor = LinearInterceptor(record)
     with only_shapes():
         jax.eval_shape(run, jax.random.key(0))
     return tuple(found)
@@ -363,12 +333,8 @@ def adapt(model, config):
     if config.kind == "none":
         return model
     _check(model, config)
-    return adapted_family(type(model))(**_fields(model, type(model)), adapter=config)
-
-
-def _fields(model, family):
-    names = [field.name for field in dataclasses.fields(family) if field.init]
-    return {name: getattr(model, name) for name in names if name not in ("parent", "name")}
+    names = {field.name for field in dataclasses.fields(model) if field.init} - {"parent", "name"}
+    return adapted_family(type(model))(**{n: getattr(model, n) for n in names}, adapter=config)
 
 
 @functools.cache
@@ -381,33 +347,30 @@ def adapted_family(family):
         def features(self, *args, **kwargs):
             """See the family; the linear layers that it calls have adapters."""
 
-            def add_adapter(linear, x, y):
-                # Other interceptors may call layers of their own meanwhile, as bridges do.
+            def add_adapter(linear, x, y, calls):
+                # Bridges to this model may be computed inside this call; they have no adapters.
                 start, below = linear.path[: len(self.path)], linear.path[len(self.path) :]
                 path = first_of_scanned("/".join(below))
                 if start != self.path or not re.fullmatch(self.adapter.sites, path):
                     return y
                 mup_ratio = self.config.mup_ratio
                 fields = self.adapter, linear.features, linear.axes, linear.dtype, mup_ratio
-                return y + Adapter(*fields, name="adapter")(x, interceptor.call_of(x))
+                return y + Adapter(*fields, name="adapter")(x, call_of(x, calls))
 
-            interceptor = LinearInterceptor(add_adapter)
-            with nn.intercept_methods(interceptor):
+            with intercept_linear(add_adapter):
                 return super().features(*args, **kwargs)
 
         @nn.nowrap
         def ledger(self, length, selection="train", shares=None):
             """Nominal FLOPs of the family and of the adapters."""
-            nominal, added = super().ledger(length, selection, shares).nominal, 0
-            base = unrolled(family(**_fields(self, family))).clone(selection=selection)
-            for call in linear_calls(base, length):
-                if re.fullmatch(self.adapter.sites, call.path):
-                    tokens = call.tokens
-                    if shares and call.block in shares:
-                        tokens = call.block_tokens * shares[call.block][0]
-                    looks_ahead = selection == "train"
-                    added += self.adapter.flops(tokens, call.width, call.features, looks_ahead)
-            return flops.Ledger(length, flops.add([nominal, {"adapters": added}]))
+            total, model = 0, unrolled(self).clone(selection=selection)
+            for path, tokens, width, features, routed in linear_calls(model, length):
+                if re.fullmatch(self.adapter.sites, path):
+                    if shares and routed in shares:
+                        tokens = self.stack_length(length) * shares[routed][0]
+                    total += self.adapter.flops(tokens, width, features, selection == "train")
+            nominal = super().ledger(length, selection, shares).nominal
+            return flops.Ledger(length, {**nominal, "adapters": total})
 
     AdaptedFamily.__name__ = AdaptedFamily.__qualname__ = f"Adapted{family.__name__}"
     return AdaptedFamily
@@ -425,7 +388,7 @@ def _check(model, config):
         config.refuse("routing", f"not with config.model.depth_routing.kind={kind!r}; use 'topk'")
 
     calls = linear_calls(unrolled(model).clone(selection="causal"), 1)
-    paths = sorted({call.path for call in calls} - {"head"})
+    paths = sorted({path for path, *_ in calls} - {"head"})
     matches = {path: bool(re.fullmatch(config.sites, path)) for path in paths}
     if not any(matches.values()):
         examples = ", ".join(paths[:: max(1, len(paths) // 4)][:4])

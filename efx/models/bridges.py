@@ -12,6 +12,8 @@ every token. An interceptor of Flax method calls reads and changes the outputs o
 decoder stream of an encoder-decoder). Members run unrolled and as in evaluation, without dropout.
 """
 
+import math
+import re
 from typing import ClassVar, Literal
 
 import jax.numpy as jnp
@@ -60,19 +62,6 @@ class BridgedConfig:
         """((key, run folder), ...), the anchor first."""
         return (("anchor", self.anchor), *(("augment", run) for run in self.augment))
 
-    def attention(self, width):
-        """`AttentionConfig` of bridges to an anchor of this width."""
-        return AttentionConfig(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_heads,
-            head_dim=width // self.num_heads,
-            bias="none",
-            rope_theta=0.0,
-            qk_norm=self.qk_norm,
-            window=self.window,
-            softcap=self.softcap,
-        )
-
     def resolved(self):
         if not self.augment:
             raise UsageError("config.model.augment=(): needs the run folder of at least one model")
@@ -82,31 +71,32 @@ class BridgedConfig:
 class Bridge(nn.Module):
     """Cross-attention from a state of the anchor [B, T, D] to one of an augmenting model."""
 
-    attention: AttentionConfig
-    norm: str
-    std: float
+    config: BridgedConfig
     dtype: jnp.dtype
 
     @nn.compact
     def __call__(self, anchor_BTD, augment_BTD, call):
         """The increment [B, T, D] of the anchor's state; the two widths may differ."""
-        width = anchor_BTD.shape[-1]
-        if self.norm != "none":
-            norm, options = norms.NORMS[self.norm], dict(use_bias=True, dtype=self.dtype)
+        c, width, eps = self.config, anchor_BTD.shape[-1], 1e-5
+        if c.norm != "none":
+            norm, options = norms.NORMS[c.norm], dict(use_bias=True, eps=eps, dtype=self.dtype)
             anchor_BTD = norm(**options, name="norm_query")(anchor_BTD)
             augment_BTD = norm(**options, name="norm_context")(augment_BTD)
-        project = Linear(width, ("embed", "table"), self.std, dtype=self.dtype, name="project")
-        attention = Attention(
-            config=self.attention,
-            std=self.std,
-            std_out=0.0,
-            norm_eps=1e-5,
-            probs_dropout=None,
-            dtype=self.dtype,
-            width=width,
-            name="attention",
+        axes = "embed", "table"
+        context_BTD = Linear(width, axes, c.init_std, dtype=self.dtype, name="project")(augment_BTD)
+        attention = AttentionConfig(
+            num_heads=c.num_heads,
+            num_kv_heads=c.num_heads,
+            head_dim=width // c.num_heads,
+            bias="none",
+            rope_theta=0.0,
+            qk_norm=c.qk_norm,
+            window=c.window,
+            softcap=c.softcap,
         )
-        return attention(anchor_BTD, call, (project(augment_BTD), None))
+        fields = dict(std=c.init_std, std_out=0.0, norm_eps=eps, probs_dropout=None, width=width)
+        attend = Attention(attention, dtype=self.dtype, **fields, name="attention")
+        return attend(anchor_BTD, call, (context_BTD, None))
 
 
 class Bridged(LanguageModel):
@@ -128,7 +118,9 @@ class Bridged(LanguageModel):
                 "config.model.augment"
             )
         _check_members(config, members)
-        anchor, *augment = map(_without_skips, members)
+        # MLPs that skip closed tokens compute the same, but have no gradient, which bridges need.
+        settings = {"dropout.attention.skip_tile": 0}
+        anchor, *augment = (m.clone(config=replaced(m.config, settings)) for m in members)
         return cls(config, vocab_size, dtype, anchor_model=anchor, augment_models=tuple(augment))
 
     @property
@@ -138,13 +130,9 @@ class Bridged(LanguageModel):
         return {"anchor_model": (self.anchor_model, "")} | augment
 
     def setup(self):
-        c = self.config
-        attention = c.attention(self.anchor_model.config.width)
         # bridges_<a * pairs + k>: from augmenting model a at pair k.
-        self.bridges = [
-            Bridge(attention, c.norm, c.init_std, self.dtype)
-            for _ in range(len(self.augment_models) * c.pairs)
-        ]
+        count = len(self.augment_models) * self.config.pairs
+        self.bridges = [Bridge(self.config, self.dtype) for _ in range(count)]
 
     def features(
         self,
@@ -170,8 +158,7 @@ class Bridged(LanguageModel):
             return h_BTD + delta_BTD
 
         # Bridges train by the cross-entropy alone, not by the losses of the anchor's routers.
-        hook = nn.intercept_methods(LayerHook(self.anchor_model.path, add_bridges))
-        with hook, means.without_losses():
+        with intercept_layers(self.anchor_model.path, add_bridges), means.without_losses():
             return self.anchor_model.features(*arguments)
 
     def _states(self, model, arguments):
@@ -182,15 +169,14 @@ class Bridged(LanguageModel):
             outputs[layer] = h_BTD
             return h_BTD
 
-        hook = nn.intercept_methods(LayerHook(model.path, record))
-        with hook, means.without_losses():
+        with intercept_layers(model.path, record), means.without_losses():
             model.features(*arguments)
         return [outputs[layer] for layer in self._bridged_layers(model)]
 
     def _bridged_layers(self, model):
-        """The layers before the bridges, `pairs` of them, evenly spaced; the last is one."""
+        """The numbers of the layers that bridges connect, evenly spaced, the last included."""
         pairs, depth = self.config.pairs, len(model.specs())
-        return [-(-(k + 1) * depth // pairs) - 1 for k in range(pairs)]
+        return [math.ceil((k + 1) * depth / pairs) - 1 for k in range(pairs)]
 
     def logits(self, x):
         return self.anchor_model.logits(x)
@@ -229,46 +215,27 @@ class Bridged(LanguageModel):
         return flops.Ledger(length, flops.add(parts))
 
 
-class LayerHook:
-    """Interceptor that replaces the output h of each layer of a model by hook(layer, h, call).
+def intercept_layers(model_path, replace_output):
+    """Context manager in which the output h [B, T, D] of each layer of the model at this path
+    becomes replace_output(number of the layer, h, its `Call`)."""
+    pattern = re.compile("/".join((*model_path, "layers", r"block_(\d+)")))
+    is_inside = False
 
-    Args:
-      path: of the model. hook: (number of the layer, h [B, T, D], its `Call`) -> h.
-    """
-
-    def __init__(self, path, hook):
-        self._path, self._hook, self._inside = path, hook, False
-
-    def __call__(self, next_fun, args, kwargs, context):
-        below = context.module.path[len(self._path) :]
-        is_layer = (
-            context.method_name == "__call__"
-            and context.module.path[: len(self._path)] == self._path
-            and len(below) == 2
-            and below[0] == "layers"
-            and below[1].startswith("block_")
-        )
+    def intercept(next_fun, args, kwargs, context):
+        nonlocal is_inside
+        layer = pattern.fullmatch("/".join(context.module.path))
         # A layer and its block have one path: the outer call is the layer's.
-        if not is_layer or self._inside:
+        if layer is None or is_inside or context.method_name != "__call__":
             return next_fun(*args, **kwargs)
-        self._inside = True
-        try:
-            out = next_fun(*args, **kwargs)
-        finally:
-            self._inside = False
+        is_inside = True
+        out = next_fun(*args, **kwargs)
+        is_inside = False
         call = next(value for value in args if isinstance(value, Call))
-        layer = int(below[1].removeprefix("block_"))
-        if isinstance(out, tuple):  # two streams
-            return (*out[:-1], self._hook(layer, out[-1], call))
-        return self._hook(layer, out, call)
+        *encoder, h_BTD = out if isinstance(out, tuple) else (out,)  # one stream or two
+        h_BTD = replace_output(int(layer[1]), h_BTD, call)
+        return (*encoder, h_BTD) if encoder else h_BTD
 
-
-def _without_skips(member):
-    """The member with all tokens in its MLPs: skipping closed tokens changes no result, but has no
-    gradient, which the bridges need."""
-    if not member.config.dropout.skips:
-        return member
-    return member.clone(config=replaced(member.config, {"dropout.attention.skip_tile": 0}))
+    return nn.intercept_methods(intercept)
 
 
 def _check_members(c, members):

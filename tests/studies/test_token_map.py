@@ -173,7 +173,7 @@ def test_composed_experts_and_gates():
     # One adapter with a gate.
     made, sown = case("gates")[3], forward("gates")[1]
     (logits,) = sown["intermediates"]["layers"]["block_1"]["mlp"]["up"]["adapter"]["gate_logits"]
-    gate_T = 1 / (1 + np.exp(-logits[:, 0]))
+    gate_T = 1 / (1 + np.exp(-logits[0]))
     np.testing.assert_allclose(made.of("gate")["block_1 mlp up"], gate_T, rtol=1e-5)
 
 
