@@ -28,7 +28,7 @@ ROUTING, LAYERS, MODELS = "efx/routing/", "efx/layers/", "efx/models/"
 FAULTS = [
     # ---- routing
     ("selection: the smallest scores", ROUTING + "selection.py",
-     "jax.lax.top_k(scores_BT, slots)[0][:, -1:]", "jax.lax.top_k(-scores_BT, slots)[0][:, -1:]",
+     "largest(scores_BT, slots)[:, -1:]", "-largest(-scores_BT, slots)[:, -1:]",
      "layers/test_selection.py"),
     ("admission: a limit of the row, not of the position", ROUTING + "selection.py",
      "causal_limit(jnp, rate, count_BT).astype",
@@ -94,10 +94,11 @@ FAULTS = [
      "layers/test_attention.py"),
     # ---- experts, masks, latents, two streams
     ("experts: weights do not sum to 1", LAYERS + "moe.py",
-     "weight_BTE / jnp.sum(weight_BTE, axis=-1, keepdims=True)", "weight_BTE / c.top_k",
+     "weight_BTK / jnp.sum(weight_BTK, axis=-1, keepdims=True)", "weight_BTK / c.top_k",
      "layers/test_moe.py"),
     ("experts: unweighted while decoding", LAYERS + "moe.py",
-     "jnp.where(run_BTE, weight_BTE, 0.0)[:, 0]", "jnp.where(run_BTE, 1.0, 0.0)[:, 0]",
+     "            return jnp.sum(selection.weighted(y_BTKD, weight_BTK), axis=2)",
+     "            return jnp.sum(y_BTKD.astype(jnp.float32), axis=2)",
      "contract/test_families.py -k moe"),
     ("experts: the balancing loss of a micro-batch", "efx/means.py",
      "self.replace(count=whole.count).mean()", "self.mean()",

@@ -1,9 +1,9 @@
 """Means over the tokens of a batch, kept as sums and counts, so that batches can be added.
 
-One call of `sow` reports a number twice: its value for this batch into `losses` or `stats`, and the
-`Mean` that the value is computed from into the collection `means`. Accumulation and evaluation add
-the Means of several batches and take the value last: a mean of means is another number if batches
-count different numbers of tokens or the value is not linear in the mean.
+`sow` reports a number twice: its value for this batch into `losses` or `stats`, and the `Mean` with
+that value into the collection `means`. Accumulation and evaluation add the Means of several batches
+and compute the value last: a mean of means differs if batches count different numbers of tokens or
+the value is not linear in the mean.
 """
 
 import contextlib
@@ -46,8 +46,8 @@ class Mean:
     def contribution(self, whole):
         """[*L]: the contribution of this micro-batch to the value of `whole`, its batch's Mean.
 
-        It is linear in `total`, and the gradients of the contributions of all micro-batches add up
-        to the gradient of `whole.value()`. Without a function only `whole.count` is read.
+        It is linear in `total`, and the gradients of all micro-batches' contributions add up to the
+        gradient of `whole.value()`. Without a function only `whole.count` is read.
         """
         mean_part = self.replace(count=whole.count).mean()
         if self.function is None:
@@ -55,7 +55,7 @@ class Mean:
         return jax.jvp(self._apply, (whole.mean(),), (mean_part,))[1]
 
     def for_contribution(self):
-        """This Mean, reduced to what `contribution` reads of a `whole`."""
+        """This Mean without the fields that `contribution` does not read of a `whole`."""
         return self if self.function is not None else self.replace(total=None)
 
     def _apply(self, mean):
@@ -76,15 +76,14 @@ def over(value, valid_BT=None, function=None):
 
 
 def wanted(module):
-    """Whether the caller of a model takes what its modules report. Where nobody does, as in
-    sampling, it need not be traced."""
+    """Whether the caller collects losses or statistics, so that they are worth computing."""
     return any(map(module.is_mutable_collection, ("losses", "stats", COLLECTION)))
 
 
 @contextlib.contextmanager
 def without_losses():
-    """Inside, nothing is reported as a loss: models that are frozen have nothing to learn, and what
-    their routers or masks were trained by is not what others are trained by through them."""
+    """A context in which modules sow no losses: for frozen models inside a trained one, whose
+    routers and masks do not learn."""
     token = _WITHOUT_LOSSES.set(True)
     try:
         yield
@@ -93,7 +92,7 @@ def without_losses():
 
 
 def sow(module, collection, name, mean):
-    """Reports a Mean under a name, see the docstring of this file."""
+    """Sow the value of a Mean, and the Mean itself."""
     if collection == "losses" and _WITHOUT_LOSSES.get():
         return
     module.sow(collection, name, mean.value())
@@ -101,9 +100,9 @@ def sow(module, collection, name, mean):
 
 
 def sown(mutated, collection):
-    """The tree sown into a collection, with the Mean of every value in place of the value.
+    """The tree sown into a collection, with each value replaced by its Mean.
 
-    A value that was sown without a Mean counts as the mean of one token in every batch.
+    A value without a Mean counts as the mean of one token.
     """
     mean_at = dict(leaves(mutated[COLLECTION])) if COLLECTION in mutated else {}
 

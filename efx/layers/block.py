@@ -153,4 +153,4 @@ def make_mlp(c, name=None):
     options = c.hidden, c.mlp.activation, c.use_bias, c.std, c.std_out, c.dtype
     if c.moe is None:
         return MLP(*options, name=name)
-    return MoE(c.moe, *options, router_std=ROUTER_STD * c.router_scale, name=name)
+    return MoE(*options, c.moe, ROUTER_STD * c.router_scale, name=name)

@@ -8,7 +8,7 @@ from flax import linen as nn
 class ProbsDropout:
     """Dropout of attention probabilities, one block of queries at a time.
 
-    `attend.py` calls it inside `jax.checkpoint` and `scan`, where nothing may be sown. A call
+    `attend.py` calls it inside `jax.checkpoint` and `scan`, where modules cannot sow. A call
     therefore returns the arrays to sow, and `attend.py` appends them to `block_outputs`, with a
     leading axis for the blocks of one loop.
 

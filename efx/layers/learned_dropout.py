@@ -7,14 +7,12 @@
         embedding           u = Attn(E'),  E' = Linear(Attn(emb))
         embedding_linear    u = Linear(E'),  E' = Attn(emb)
 
-Attn is causal multi-head self-attention without output projection, emb is the model's input
-embedding, and E' is computed once for all masks (`MaskInput`). The masks of a routed block attend
-to the tokens that the block computes, or to their rows of E'. b is not clipped to [0, pi]: cos is
-even and periodic, so every b is equivalent to one in that interval.
+Attn is causal multi-head self-attention without output projection, emb the model's input embedding.
+E' is computed once for all masks (`MaskInput`). b is not clipped to [0, pi]: cos is even and
+periodic, so every b is equivalent to one in that interval. Mask arithmetic is float32.
 
 Each mask sows means over the elements of its valid tokens: `penalties` into `losses`, `statistics`
-into `stats`. Mask arithmetic is float32. Every parameter is a leaf `mask_...`, so the pattern
-".*/mask_[a-z]+" matches all of them.
+into `stats`. Every parameter is a leaf `mask_...`, so ".*/mask_[a-z]+" matches all of them.
 """
 
 import math
@@ -52,29 +50,25 @@ def cosine_mask(angle):
     return jnp.square(jnp.polyval(jnp.array(_COSINE, jnp.float32), 0.25 * jnp.square(u), unroll=16))
 
 
-def sharpen(m, scale):
-    """sigmoid(scale (m - 1/2))."""
-    return jax.nn.sigmoid(scale * m - scale / 2)
-
-
 def round_mask(m, rounding, uniform=None, scale=None):
     """The mask to multiply by, in float32.
 
+    "stochastic" and "sigmoid_straight_through" pass the gradient to m unchanged (Bengio et al.
+    2013, arXiv 1308.3432, section 4).
+
     Args:
-      rounding: "none"; "stochastic": 1 with probability m, else 0; "sigmoid": `sharpen`;
-        "sigmoid_straight_through". "stochastic" and "sigmoid_straight_through" pass the gradient
-        to m unchanged (Bengio et al. 2013, arXiv 1308.3432, section 4).
+      rounding: "none"; "stochastic": 1 with probability m, else 0; "sigmoid" and
+        "sigmoid_straight_through": sigmoid(scale (m - 1/2)).
       uniform: random numbers in [0, 1) of m's shape for "stochastic"; None: 1 where m >= 0.5.
-      scale: of the sigmoids.
     """
     if rounding == "none":
         return m
-    if rounding == "sigmoid":
-        return sharpen(m, scale)
-    if rounding == "sigmoid_straight_through":
-        hard = sharpen(m, scale)
-    else:
+    if rounding == "stochastic":
         hard = (m >= 0.5 if uniform is None else uniform < m).astype(m.dtype)
+    else:
+        hard = jax.nn.sigmoid(scale * m - scale / 2)
+    if rounding == "sigmoid":
+        return hard
     return jax.lax.stop_gradient(hard) + (m - jax.lax.stop_gradient(m))
 
 
@@ -107,10 +101,10 @@ def statistics(m, rounded):
     return {name: value.astype(jnp.float32) for name, value in values.items()}
 
 
-# ---- sowing --------------------------------------------------------------------------------------
+# ---- losses, statistics and masks of a module ----------------------------------------------------
 
 
-def _arrays_to_sow(module, m, rounded, counted):
+def _outputs(module, m, rounded, counted):
     """({collection: {name: `Mean`}}, [(rounded, counted)]), each empty if it is not requested.
 
     Args:
@@ -129,16 +123,15 @@ def _arrays_to_sow(module, m, rounded, counted):
     return element_means, masks
 
 
-def _sow(module, element_means, masks, call):
-    """Sow the results of `_arrays_to_sow`. Several masks are blocks of queries of one mask."""
+def _sow_outputs(module, element_means, masks, call):
+    """Sow the results of `_outputs`. Several masks are blocks of queries of one mask."""
     for collection, named in element_means.items():
         for name, mean in named.items():
             means.sow(module, collection, name, mean)
-    if masks and module.is_mutable_collection("masks"):
+    if masks:
         # int8: 1 kept, 0 dropped, -1 not counted. `efx/changes.py` compares successive evaluations.
         kept = (jnp.where(counted, rounded >= 0.5, -1) for rounded, counted in masks)
         module.sow("masks", "dropout/changed", tuple(part.astype(jnp.int8) for part in kept))
-    if masks and choices_requested(module):
         kept = [_mean_of_tokens(rounded >= 0.5, counted) for rounded, counted in masks]
         mean = [_mean_of_tokens(rounded, counted) for rounded, counted in masks]
         sow_choice(module, "kept", jnp.concatenate(kept, axis=1), call)
@@ -156,7 +149,7 @@ def _mean_of_tokens(values, counted):
 def _sow_mask(module, m_BTD, rounded_BTD, call):
     if not call.decode:
         valid_BT1 = call.real(m_BTD.shape[0])[..., None]
-        _sow(module, *_arrays_to_sow(module, m_BTD, rounded_BTD, valid_BT1), call)
+        _sow_outputs(module, *_outputs(module, m_BTD, rounded_BTD, valid_BT1), call)
 
 
 def apply_mask(x_BTD, rounded_BTD):
@@ -182,7 +175,7 @@ def _elementwise_mask(config, x, a, b):
     """(m, rounded) of x; a and b broadcast to it."""
     x = x.astype(jnp.float32)
     m = cosine_mask(a * (jax.lax.stop_gradient(x) if config.detach else x) + b)
-    return m, sharpen(m, config.sharpen_scale) if config.sharpen else m
+    return m, round_mask(m, "sigmoid" if config.sharpen else "none", scale=config.sharpen_scale)
 
 
 class ElementwiseMask(nn.Module):
@@ -211,22 +204,18 @@ class ElementwiseProbsMask(nn.Module):
     @nn.compact
     def probs_dropout(self, call, key_positions_BS):
         """Return the `ProbsDropout` for one call of attention."""
-        a_S, b_S = _frequency_and_phase(self, self.config, "position", self.context)
-        position_BS = jnp.clip(key_positions_BS, 0, self.context - 1)
-        a_BS, b_BS = a_S[position_BS], b_S[position_BS]
+        a_and_b_2S = jnp.stack(_frequency_and_phase(self, self.config, "position", self.context))
+        a_and_b_2BS = a_and_b_2S[:, jnp.clip(key_positions_BS, 0, self.context - 1)]
 
         def multiply(probs_BKGTS, q_start, k_start, allowed_BTS):
             batch, *_, queries, keys = probs_BKGTS.shape
-            a, b = (
-                jax.lax.dynamic_slice_in_dim(y_BS, k_start, keys, axis=1)[:, None, None, None]
-                for y_BS in (a_BS, b_BS)
-            )
+            a_and_b = jax.lax.dynamic_slice_in_dim(a_and_b_2BS, k_start, keys, axis=2)
+            a, b = a_and_b[:, :, None, None, None]
             m_BKGTS, rounded_BKGTS = _elementwise_mask(self.config, probs_BKGTS, a, b)
-            valid_BT = call.real(batch)
-            valid_BT = jax.lax.dynamic_slice_in_dim(valid_BT, q_start, queries, axis=1)
+            valid_BT = jax.lax.dynamic_slice_in_dim(call.real(batch), q_start, queries, axis=1)
             counted = (allowed_BTS & valid_BT[..., None])[:, None, None]
-            arrays = _arrays_to_sow(self, m_BKGTS, rounded_BKGTS, counted)
-            return probs_BKGTS * rounded_BKGTS, arrays
+            outputs = _outputs(self, m_BKGTS, rounded_BKGTS, counted)
+            return probs_BKGTS * rounded_BKGTS, outputs
 
         return ProbsDropout(multiply)
 
@@ -238,7 +227,7 @@ class ElementwiseProbsMask(nn.Module):
             sums.append(jax.tree.map(lambda y: jnp.sum(y, axis=0), block_means))
             for rounded, counted in stacked_masks:
                 masks += zip(rounded, counted, strict=True)
-        _sow(self, jax.tree.map(lambda *y: sum(y), *sums), masks, call)
+        _sow_outputs(self, jax.tree.map(lambda *y: sum(y), *sums), masks, call)
 
 
 # ---- attention -----------------------------------------------------------------------------------
@@ -284,17 +273,9 @@ class MaskAttention(nn.Module):
             call = call.with_cache(access="both", kv_size=0)
             u_BTNH = attend_cached(self, q_BTNH, k_BTNH, v_BTNH, call, call, None, options)
         else:
-            u_BTNH = attend(
-                q_BTNH,
-                k_BTNH,
-                v_BTNH,
-                chunk=c.chunk,
-                positions_BT=call.positions_BT,
-                segment_ids_BT=call.segment_ids_BT,
-                has_gaps=call.has_gaps,
-                kernel=c.kernel,
-                **options,
-            )
+            options |= dict(chunk=c.chunk, kernel=c.kernel, has_gaps=call.has_gaps)
+            options |= dict(positions_BT=call.positions_BT, segment_ids_BT=call.segment_ids_BT)
+            u_BTNH = attend(q_BTNH, k_BTNH, v_BTNH, **options)
         return u_BTNH.reshape(batch, length, width)
 
 
@@ -330,8 +311,16 @@ class AttentionMask(nn.Module):
     def mask(self, x_BTD, call):
         """The rounded mask, float32 [B, T, D or 1]. It depends on x only with input "hidden"."""
         c = self.block.dropout.attention
-        u_BTD = self.angle(x_BTD, call)
-        b_init, features = nn.initializers.constant(c.shift_init), u_BTD.shape[-1]
+        u_BTD = call.mask_input_BTD
+        if c.input == "hidden":
+            u_BTD = jax.lax.stop_gradient(x_BTD) if c.detach else x_BTD
+        if c.input != "embedding_linear":
+            u_BTD = MaskAttention(self.block, name="attention")(u_BTD, call)
+        features = 1 if c.granularity == "token" else x_BTD.shape[-1]
+        if c.input == "embedding_linear" or features == 1:
+            axes = ("heads", "embed" if features > 1 else None)
+            u_BTD = _linear(self, "mask_linear", u_BTD, features, axes, self.block)
+        b_init = nn.initializers.constant(c.shift_init)
         b_D = parameter(self, "mask_shift", b_init, (features,), ("norm",))
         m_BTD = cosine_mask(u_BTD.astype(jnp.float32) + b_D[None, None])
         uniform = None
@@ -340,21 +329,6 @@ class AttentionMask(nn.Module):
         rounded_BTD = round_mask(m_BTD, c.rounding, uniform, c.sigmoid_scale)
         _sow_mask(self, m_BTD, rounded_BTD, call)
         return rounded_BTD
-
-    def angle(self, x_BTD, call):
-        """The angle u [B, T, D or 1]."""
-        c = self.block.dropout.attention
-        if c.input == "hidden":
-            u_BTD = jax.lax.stop_gradient(x_BTD) if c.detach else x_BTD
-        else:
-            u_BTD = call.mask_input_BTD
-        if c.input != "embedding_linear":
-            u_BTD = MaskAttention(self.block, name="attention")(u_BTD, call)
-        features = 1 if c.granularity == "token" else x_BTD.shape[-1]
-        if c.input == "embedding_linear" or features == 1:
-            axes = ("heads", "embed" if features > 1 else None)
-            u_BTD = _linear(self, "mask_linear", u_BTD, features, axes, self.block)
-        return u_BTD
 
 
 # ---- skipping ------------------------------------------------------------------------------------
@@ -406,8 +380,8 @@ COMPUTED = "mlp/computed_fraction"  # sown by blocks whose MLP skips dropped tok
 def _flops_row(model, length, passes):
     """FLOPs per token of a model whose MLPs compute kept tokens only.
 
-    No row unless all blocks compute all tokens, as with depth routing or in latents: the ledger
-    then has other MLP FLOPs than all blocks at `length` tokens.
+    No row with depth routing or for latents: there the ledger's MLP FLOPs are not those of all
+    blocks at `length` tokens.
     """
     computed = passes.means["causal"].get(COMPUTED)
     if computed is None:

@@ -14,6 +14,8 @@ import numpy as np
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
+from efx import sharding
+
 # A causal limit allows this many tokens more, so that the beginning of a sequence does not starve.
 HEADROOM = 4
 # Name of selections in `jax.checkpoint` policies: they are kept, because a recomputed top-k may
@@ -59,12 +61,20 @@ def select_topk(scores_BT, rate, valid_BT=None, segment_ids_BT=None):
     slots = num_slots(rate, scores_BT.shape[1])
     if valid_BT is not None:
         scores_BT = jnp.where(valid_BT, scores_BT, -jnp.inf)
-    kth_B1 = jax.lax.top_k(scores_BT, slots)[0][:, -1:]
+    kth_B1 = largest(scores_BT, slots)[:, -1:]
     above_BT, tied_BT = scores_BT > kth_B1, scores_BT == kth_B1
     free_B1 = slots - jnp.sum(above_BT, axis=1, keepdims=True)
     selected_BT = above_BT | (tied_BT & (jnp.cumsum(tied_BT, axis=1) <= free_B1))
     selected_BT = selected_BT if valid_BT is None else selected_BT & valid_BT
     return checkpoint_name(selected_BT, SELECTION)
+
+
+def largest(scores_BT, count):
+    """The `count` largest scores of each row, descending."""
+    if sharding.ways("batch") == 1:
+        return jax.lax.top_k(scores_BT, count)[0]
+    # For `jax.lax.top_k` a mesh that splits the rows would gather all of them on each device.
+    return jnp.sort(scores_BT, axis=1, descending=True)[:, :count]
 
 
 def topk_threshold(scores_BT, rate, valid_BT=None, tokens_B=None):
@@ -79,7 +89,7 @@ def topk_threshold(scores_BT, rate, valid_BT=None, tokens_B=None):
         return jnp.min(scores_BT) - 1.0
     if valid_BT is not None:
         scores_BT = jnp.where(valid_BT, scores_BT, -jnp.inf)
-    largest_BC = jax.lax.top_k(scores_BT, slots + 1)[0]
+    largest_BC = largest(scores_BT, slots + 1)
     kth_B, next_B = largest_BC[:, -2], largest_BC[:, -1]
     if tokens_B is not None:
         k_B1 = jnp.clip(causal_limit(jnp, rate, tokens_B).astype(jnp.int32), 1, slots)[:, None]

@@ -248,10 +248,10 @@ def test_penalties_are_finite_at_zero_and_one():
 
 def test_statistics_by_hand():
     m = np.float32([0.95, 0.05, 0.6, 0.4, 0.5])
-    rounded = ld.round_mask(m, "stochastic", np.float32([0.99, 0.0, 0.7, 0.1, 0.2]))
+    rounded = ld.round_mask(m, "stochastic", np.float32([0.99, 0.0, 0.7, 0.1, 0.7]))
     mean = {name: np.mean(value) for name, value in ld.statistics(m, rounded).items()}
     assert mean["dropout/near_one"] == mean["dropout/near_zero"] == pytest.approx(0.2)
-    assert mean["dropout/kept"] == pytest.approx(3 / 5)  # of the drawn mask
+    assert mean["dropout/kept"] == pytest.approx(2 / 5)  # of the drawn mask; 3 / 5 of m
     entropy = np.mean([-p * np.log2(p) for p in m])
     assert mean["dropout/entropy"] == pytest.approx(entropy, rel=1e-5)
 
