@@ -24,7 +24,7 @@ from efx.configs import mod
 from efx.configs.common import apply
 from efx.layers.call import Call
 from efx.layers.stack import Layer
-from efx.routing import plans
+from efx.routing import selection
 from efx.studies.step_time import take_turns
 
 STEP_TARGET = 0.58  # of the dense step's time
@@ -93,7 +93,7 @@ def main(argv=None):
 def _layers(model, args):
     """{name: function of the turn}: forwards and backwards through single layers."""
     spec = next(spec for spec in model.specs() if spec.routing is not None)
-    size = plans.capacity(spec.capacity, args.context)
+    size = selection.num_slots(spec.capacity, args.context)
     dense = dataclasses.replace(spec, routing=None)
     return {
         "dense layer": _layer(dense, args.batch, args.context, args.width),

@@ -1,9 +1,9 @@
-"""Sampling: a prefill in chunks of fixed size, then one compiled decode loop.
+"""Sampling: prefill in chunks of a fixed size, then one compiled decode loop.
 
-What is compiled for a model, a number of rows and a size of cache is `_Program`: `prefill` takes
-some tokens a call (64 of each row on a CPU, more elsewhere; the last chunk padded), `decode` makes
-up to 16 tokens a call. Nothing is compiled again for a token, a prompt, its length, a setting of
-the sampling, a seed or new parameters, and text reaches the terminal while it is made.
+`_Program` holds the functions that are compiled for a model, a batch size and a cache size:
+`prefill` reads a chunk of each prompt (64 tokens on a CPU, more elsewhere; the last one padded),
+`decode` generates up to 16 tokens a call, so that text is shown as it is generated. A prompt, its
+length, a sampling setting, a seed or new parameters compile nothing again.
 """
 
 import collections
@@ -28,37 +28,37 @@ from efx.run_blocks import SampleConfig
 from efx.settings import make
 
 PREFILL = 64  # tokens of each prompt that a call processes on a CPU, and at least elsewhere
-_PREFILL_ALL, _PREFILL_MOST = 2048, 1024  # elsewhere: of all prompts, and at most of each
+_PREFILL_ALL, _PREFILL_MOST = 2048, 1024  # elsewhere: of all prompts together; at most of each
 _LONG_CACHE = 2**16  # tokens of all sequences
-STREAM = 16  # tokens that a call of the decode loop makes before they are shown
+STREAM = 16  # tokens of a row that a call of the decode loop generates
 _MASS_TOLERANCE = 1e-6  # relative; rounding error of probabilities summed in float32
-PLACES = np.uint32(2**32 - 1)  # in the place of a token's number, of which there are never so many
+# Folded into a seed for the numbers that random routing draws; no token has this index.
+PLACES = np.uint32(2**32 - 1)
 
 
 class Sampler:
-    """Samples from a model; parameters are given at each call, so one sampler serves a whole run.
+    """Samples from a model. Parameters are arguments of each call, so a run needs one sampler.
 
     Args:
       model: of any family; scanned layers are unrolled, which decodes faster.
-      batch_size: sequences decoded together; their prompts may differ in length. One alone is
-        cheapest: what depth routing skips for it does not run.
-      cache_size: tokens of context kept; by default the model's context. When a sequence outgrows
-        it, its last half is read again, from position 0, and sampling goes on from there.
+      batch_size: sequences decoded together; their prompts may differ in length. With one
+        sequence, blocks that skip its token do not run.
+      cache_size: tokens of context in the cache; 0: the model's context. When a sequence outgrows
+        it, its last half is read again, from position 0, and sampling continues from there.
       temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off.
       stop_ids: tokens that end a sequence (the end of a document).
-      rules: logical to mesh axes, for variables that are split over a mesh. They stay so: every
-        device of the mesh computes with its parts, for all sequences, and every process of the run
-        has to sample, and gets the same tokens. Other variables are used on one device.
+      rules: logical to mesh axes, for variables that are split over a mesh. They stay split: every
+        device computes with its part, for all sequences; every process of the run has to sample,
+        and gets the same tokens. Other variables are used on one device.
     Attributes:
-      stats: of the last call of `tokens`, once that has ended: prompt_tokens, new_tokens; slides,
-        how often a sequence outgrew the cache; compile_seconds, prefill_seconds, decode_seconds
-        and tokens_per_second, of decoding alone; cache_bytes; expert_overflow, how many choices of
-        an expert found it full, of expert_choices; of each row [B] computed_choices_by_row, {layer:
-        choices of its experts}, and routed_by_row, {block: tokens}. With routed blocks
-        routed_fraction_by_block, {block: of the tokens read}; routed_fraction, their mean;
-        overflow, how many tokens found a block's cache full, of wanted, which decided for it. Room
-        is that of a row of cache_size tokens, and these are the numbers of a forward pass over such
-        rows; over shorter ones, such as an evaluation's, more are left out.
+      stats: statistics of the last call of `tokens`, once it has ended: prompt_tokens, new_tokens;
+        slides (times that a sequence outgrew the cache); compile_seconds, prefill_seconds,
+        decode_seconds; tokens_per_second (of decoding); cache_bytes; expert_choices, and
+        expert_overflow, the number of them that experts dropped; by row [B]:
+        computed_choices_by_row {layer: choices that its experts computed} and routed_by_row
+        {block: tokens that it computed}. With routed blocks: routed_fraction_by_block {block:
+        fraction of the tokens read}; routed_fraction, their mean; selected, the number of tokens
+        that the blocks selected, and overflow, the number of them over the causal limit.
     """
 
     def __init__(
@@ -91,20 +91,20 @@ class Sampler:
         self.stats = {}
 
     def tokens(self, variables, prompts, *, max_new_tokens, seeds, ended=()):
-        """Yields lists (one a row) of new token ids, up to `STREAM` at a time.
+        """Yield lists (one a row) of new token ids, up to `STREAM` at a time.
 
-        The random numbers of a row are a function of its seed and of how many tokens it has made:
-        a row's text is the same alone and in any batch (but for rounding, and for a stochastic
-        control of routing, whose places are drawn for the batch, by the seed of its first row).
+        The random numbers of a row depend on its seed and on how many tokens it has generated: its
+        text is the same alone and in any batch (up to rounding; a stochastic control of routing
+        draws for the whole batch, by the seed of the first row).
 
         Args:
-          variables: {"params": ...}, and "state" where the model has one; or, where they depend on
-            the text, an object with `every` and `at(texts, before)`. It is asked for the variables
-            before the first token and then after every `every` tokens, with the token ids so far of
-            each row, and gives (variables, whether the rows have to be read again with them). In
-            `before` are the variables until now, {} at first; their arrays may be used up.
+          variables: {"params": ...}, and "state" where the model has one; or, if they depend on
+            the text, an object with `every` and `at(texts, before)`, which is called before the
+            first token and then after every `every` tokens with the token ids so far of each row
+            and the previous variables ({} at first; their arrays may be donated). It returns
+            (variables, whether the rows have to be read again with them).
           prompts: list of `batch_size` int arrays, each with at least one token.
-          seeds: one int for each row. ended: a set of rows that make no more; the caller may add.
+          seeds: one int for each row. ended: a set of rows to end; the caller may add rows.
         """
         for prompt in prompts:
             self.check_prompt(prompt)
@@ -128,18 +128,17 @@ class Sampler:
         self.stats = run.statistics()
 
     def _check_memory(self):
-        """UsageError where the cache has no room. Tracing its shapes takes a second, which a short
-        one is spared."""
+        """Raise UsageError if the cache does not fit in memory."""
         rows, size = self.batch_size, self.cache_size
-        if rows * size < _LONG_CACHE:
+        if rows * size < _LONG_CACHE:  # tracing the shapes takes a second
             return
         memory.check(
             f"config.sample.num_samples={rows}, config.model.context={size}: sampling",
-            {"keys and values": memory.on_each_device(self._program.room())},
+            {"keys and values": memory.on_each_device(self._program.state_shapes())},
         )
 
     def check_prompt(self, ids):
-        """Raises UsageError if the prompt is longer than the context."""
+        """Raise UsageError if the prompt is longer than the context."""
         if len(ids) > self.cache_size:
             raise UsageError(
                 f"the prompt has {len(ids)} tokens, more than the context of "
@@ -150,8 +149,8 @@ class Sampler:
 def prefill_of(batch_size, cache_size):
     """(tokens of each prompt that a call reads, whether the first call has a program of its own).
 
-    A CPU computes 64 tokens as fast as many, and has no kernel. Elsewhere a call reads all
-    parameters, and with few tokens does little else.
+    On a CPU more tokens a call are no faster, and there is no attention kernel. Elsewhere a call
+    with few tokens spends its time on reading the parameters.
     """
     if sharding.platform() == "cpu":
         return PREFILL, False
@@ -165,7 +164,7 @@ class _Program:
 
     Attributes:
       chunk: tokens of each prompt that a call reads. two_prefills: whether the first call has a
-        program of its own. stops: how many tokens end a sequence.
+        program of its own. stops: number of stop tokens.
     """
 
     model: object
@@ -178,25 +177,24 @@ class _Program:
 
     @classmethod
     def of(cls, model, batch_size, cache_size, stops, rules):
-        """By which so many sequences are decoded together on the devices that are traced for."""
+        """The program for this platform."""
         unrolled = models.unrolled(model) if model.config.scan_layers else model
         reads = prefill_of(batch_size, cache_size)
-        # The few sequences that are made together, of one token at a time, are not split.
+        # Few sequences of one token each are not worth splitting.
         rules = sharding.unsplit(rules, "batch", "expert_batch", "length")
         return cls(unrolled, batch_size, cache_size, *reads, stops, rules)
 
     def first(self):
-        """The function that reads the first tokens of prompts."""
+        """The function for the first chunk of prompts."""
         return self.prefill_first if self.two_prefills else self.prefill
 
     def prefill(self, variables, cache, last_BD, new_B, tokens_BT, positions_BT, seed):
-        """Read tokens, those of new rows into an emptied cache: the cache, and the features of each
-        row's last token; a row that has none among them keeps its own."""
+        """Read a chunk; the cache of new rows is emptied first. Returns (cache, features of each
+        row's last token so far)."""
         return self._read(True, variables, cache, last_BD, new_B, tokens_BT, positions_BT, seed)
 
     def prefill_first(self, variables, cache, last_BD, new_B, tokens_BT, positions_BT, seed):
-        """`prefill` of the first tokens of their rows, all of which are new: attention may be a
-        kernel."""
+        """`prefill` of the first chunk of new rows, whose attention needs no cache."""
         return self._read("first", variables, cache, last_BD, new_B, tokens_BT, positions_BT, seed)
 
     def _read(self, decode, variables, cache, last_BD, new_B, tokens_BT, positions_BT, seed):
@@ -210,10 +208,10 @@ class _Program:
         return cache, jax.vmap(last)(x_BTD, last_BD, count_B)
 
     def decode(self, variables, cache, last_BD, length_B, done_B, seed_B, made, limit, options):
-        """Up to `limit` tokens for every row that is not done.
+        """Generate up to `limit` tokens for every row that is not done.
 
-        Ends early when all rows are done, or when one has a token for which its cache has no room:
-        its length is then cache_size + 1.
+        Ends early when all rows are done, or when a row outgrows the cache: its length is then
+        cache_size + 1.
         """
         keys = jax.vmap(jax.random.key)(seed_B)
         out_BN = jnp.zeros((self.batch_size, STREAM), jnp.int32)
@@ -244,13 +242,20 @@ class _Program:
         return kv_cache.flush_pending(cache), *state, step
 
     def shapes_of_prefill(self, variables):
-        """The arguments of `prefill` as shapes, by those of the variables."""
+        """Shapes of the arguments of `prefill`, from those of the variables."""
         shape = jax.ShapeDtypeStruct
         rows, tokens = (self.batch_size,), shape((self.batch_size, self.chunk), np.int32)
-        return variables, *self.room(), shape(rows, bool), tokens, tokens, shape((), np.uint32)
+        return (
+            variables,
+            *self.state_shapes(),
+            shape(rows, bool),
+            tokens,
+            tokens,
+            shape((), np.uint32),
+        )
 
     def shapes_of_decode(self, variables):
-        """The arguments of `decode` as shapes, by those of the variables."""
+        """Shapes of the arguments of `decode`, from those of the variables."""
         shape = jax.ShapeDtypeStruct
         rows, number = (self.batch_size,), shape((), np.int32)
         settings = dict(
@@ -260,9 +265,9 @@ class _Program:
             stop_ids=shape((self.stops,), np.int32),
         )
         each = shape(rows, np.int32), shape(rows, bool), shape(rows, np.uint32)
-        return variables, *self.room(), *each, number, number, settings
+        return variables, *self.state_shapes(), *each, number, number, settings
 
-    def room(self):
+    def state_shapes(self):
         """Shapes of the cache and of the features of each row's last token."""
         return models.decoding_shapes(self.model, self.batch_size, self.cache_size)
 
@@ -283,58 +288,54 @@ class _Program:
         return logits_BV[..., : self.model.vocab_size]
 
 
-_compiled_for = set()  # (decode, mesh) of what `_compiled` gives, once it is compiled
+_compiled_for = set()  # (decode, mesh) that have run, so that they are compiled
 
 
 @functools.cache
 def _compiled(program):
-    """(prefill of first tokens, prefill of later ones, decode, a function that makes the cache and
-    the features of each row's last token), jitted. Equal programs share them."""
+    """(prefill of first chunks, prefill of later ones, decode, maker of an empty cache and features
+    of each row's last token), jitted. Equal programs share them."""
     prefill = _jitted(program.prefill)
     first = _jitted(program.first()) if program.two_prefills else prefill
-    return first, prefill, _jitted(program.decode), _maker(program.room())
+    shapes = program.state_shapes()
 
-
-def _maker(shapes):
-    """A function that makes arrays of these shapes where they are wanted: nothing is sent."""
-
-    def zeros():
+    def make_state():
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-    return jax.jit(zeros, out_shardings=PartitionSpec())
+    # Jitted, so that devices make their zeros themselves.
+    make_state = jax.jit(make_state, out_shardings=PartitionSpec())
+    return first, prefill, _jitted(program.decode), make_state
 
 
 def _jitted(function):
-    """A function of a `_Program`, which writes the cache and the features over what it is given."""
+    """A jitted function of a `_Program`, which donates the cache and the features."""
     return jax.jit(function, donate_argnums=(1, 2), out_shardings=PartitionSpec())
 
 
 def _mesh_for(variables, device):
-    """(the mesh on which variables are used: that over which they are split, or one of the device
-    alone; whether they are split)."""
+    """(mesh over which variables are split, or a mesh of this device; whether they are split)."""
     mesh = sharding.mesh_that_splits(variables)
     alone = dict.fromkeys(sharding.MESH_AXES, 1)
     return mesh or sharding.make_mesh(alone, [device]), mesh is not None
 
 
 class Outline:
-    """What a run compiles and copies to sample from its model, in shapes alone: for devices that
-    need not be there.
+    """Shapes of all that a run compiles and copies to sample from its model, for devices that need
+    not exist.
 
     Args:
       batch_size, rules: see `Sampler`.
-      variables: the run's, as shapes with shardings. unrolled: those of the model with its layers
-        unrolled, the same ones where it has no others.
-      device: the first one of the run. longest: see `longest_read`.
+      variables: shapes with shardings of the run's variables. unrolled: of those of the unrolled
+        model (the same if its layers are not scanned).
+      device: the first device of the run. longest: see `longest_read`.
     Attributes:
-      mesh: on which is sampled. program: see `_Program`. functions: {what it does: (a function of
-        the program, its arguments as shapes)}.
-      used: variables as the functions get them. shared: those of them that are arrays of the run,
-        the others are copies.
+      mesh: the mesh of sampling. program: see `_Program`. functions: {title: (function of the
+        program, shapes of its arguments)}.
+      used: variables as the functions get them. shared: those of them that are not copied.
     """
 
     def __init__(self, model, batch_size, variables, unrolled, rules, device, longest):
-        # Whether a token ends a sequence is known with the tokenizer; it hardly matters here.
+        # One stop token: the tokenizer, which decides, is not loaded here.
         program = _Program.of(model, batch_size, model.context, 1, rules)
         self.program, (self.mesh, is_split) = program, _mesh_for(variables, device)
 
@@ -355,9 +356,9 @@ class Outline:
             self.used = placed(jax.eval_shape(unroll, variables), unrolled)
             leaves = zip(jax.tree.leaves(self.used), memory.is_new(unroll, variables), strict=True)
             self.shared = [leaf for leaf, is_copy in leaves if not is_copy]
-            room = placed(program.room())
-            reading, making = (
-                (variables, *room, *rest)
+            state = placed(program.state_shapes())
+            reading, generating = (
+                (variables, *state, *rest)
                 for variables, _, _, *rest in (
                     program.shapes_of_prefill(self.used), program.shapes_of_decode(self.used)
                 )
@@ -365,7 +366,7 @@ class Outline:
         self.functions = {"prefill": (program.first(), reading)}
         if program.chunk < longest:
             self.functions["later chunks of a prompt"] = program.prefill, reading
-        self.functions["decoding"] = program.decode, making
+        self.functions["decoding"] = program.decode, generating
 
     def trace(self, name):
         """One of the functions, jitted and traced as a run does."""
@@ -375,24 +376,24 @@ class Outline:
 
 
 def longest_read(config, cache_size):
-    """How many tokens of a text are read in a row, at most, by a `config.sample` block: a token is
-    a byte or more, and one of its own may begin a text."""
+    """The most tokens that one prefill reads under a `config.sample` block: a token is at least a
+    byte, and a start token may precede the text."""
     prompt = len(config.prompt.encode()) + 1
     outgrows = prompt + config.max_new_tokens > cache_size
     return max(prompt, cache_size // 2) if outgrows else prompt
 
 
 class _Run:
-    """One call of `Sampler.tokens`: what lives on the device, and what is counted."""
+    """State of one call of `Sampler.tokens`: arrays on the devices, and counts."""
 
     def __init__(self, sampler, variables, texts, seeds):
         self.sampler, self.program = sampler, sampler._program
         self.source = _Fixed(variables) if isinstance(variables, Mapping) else variables
         of_all = variables if self.source.every == math.inf else {}
         self.mesh, self.is_split = _mesh_for(of_all, jax.local_devices()[0])
-        self.due, self.variables = 0, {}  # the token before which variables are asked for
-        self.take_variables(texts)
-        self.stale = True  # whether all rows have to be read with the variables of now
+        self.due, self.variables = 0, {}  # index of the token before which variables are updated
+        self.update_variables(texts)
+        self.stale = True  # whether all rows have to be read with the current variables
         self.seed_B = np.array([seed % 2**32 for seed in seeds], np.uint32)
         # Of each row, the tokens in the cache and the first token of the text among them.
         self.length_B, self.begin_B = np.zeros((2, sampler.batch_size), np.int32)
@@ -404,20 +405,19 @@ class _Run:
             name: collections.defaultdict(lambda: np.zeros(sampler.batch_size)) for name in names
         }  # of each block, of each row
         with self.timed("compile"):
-            self.prefill_first, self.prefill, self.decode_loop, make_room = self._call(
+            self.prefill_first, self.prefill, self.decode_loop, make_state = self._call(
                 _compiled, self.program
             )
-            # For what they work on, not empty yet. It may be gigabytes on every device.
-            self.cache, self.last_BD = self._call(make_room)
-            # No rows, and finished rows, change nothing, and take the time of a prompt.
+            self.cache, self.last_BD = self._call(make_state)
+            # Compile by calls that change nothing: of no rows, and of finished rows.
             if (self.decode_loop, self.mesh) not in _compiled_for:
                 self.read({})
                 self.decode(np.ones(sampler.batch_size, bool), 0, 0)
                 _compiled_for.add((self.decode_loop, self.mesh))
 
-    def take_variables(self, texts):
-        """The variables for these texts, from now on."""
-        with jax.set_mesh(self.mesh):  # without rules: it may restore the variables of other models
+    def update_variables(self, texts):
+        """Get the variables for these texts."""
+        with jax.set_mesh(self.mesh):  # no rules: the source may restore variables of other models
             variables, again = self.source.at(texts, self.variables)
         if not self.is_split:
             variables = jax.device_put(sharding.whole(variables), sharding.replicated(self.mesh))
@@ -425,9 +425,9 @@ class _Run:
         self.stale, self.due = again, self.due + self.source.every
 
     def prepare(self, texts, done_B, made):
-        """Before token number `made`: variables that are due; rows read that have to be."""
+        """Before token number `made`: update variables that are due, and read rows if needed."""
         if made == self.due:
-            self.take_variables(texts)
+            self.update_variables(texts)
         size, length_B = self.sampler.cache_size, np.array([len(text) for text in texts])
         outgrown_B = ~done_B & (length_B - self.begin_B > size)
         self.begin_B = np.where(outgrown_B, length_B - max(1, size // 2), self.begin_B)
@@ -467,7 +467,7 @@ class _Run:
         return rest
 
     def _call(self, function, *arguments):
-        # Also inside a mesh of many devices. Not for the whole run: in between, the caller's runs.
+        # Not around the whole generator: between its steps the caller's mesh must be active.
         with sharding.use(self.mesh, self.program.rules):
             return function(*arguments)
 
@@ -478,11 +478,11 @@ class _Run:
         self.seconds[name] += time.perf_counter()
 
     def count(self, rows):
-        """Add up what routed blocks did for these rows, before their cache goes."""
+        """Add the counts in the cache of these rows, before it is emptied."""
         rows = list(rows)
         for path, value in jax.tree_util.tree_leaves_with_path(self.cache):
             if path[-1].key in self.counts:
-                # One number a row, or several for several models that are decoded together.
+                # [B], or [B, ...] of experts or of several models that are decoded together.
                 counts = np.asarray(value).reshape(len(value), -1)[rows]
                 of_tokens = path[-1].key in ("routed", "reached")
                 of_rows = counts.mean(axis=1) if of_tokens else counts.sum(axis=1)
@@ -506,14 +506,14 @@ class _Run:
             "routed_by_row": dict(self.counts["routed"]),
         }
         if routed := self.counts["routed"]:
-            # Of what a block decides about: of latents there are not as many as of tokens.
+            # Of the tokens (or latents) that reach a block.
             totals = {name: of_rows.sum() for name, of_rows in routed.items()}
             reached = {name: of_rows.sum() for name, of_rows in self.counts["reached"].items()}
             fractions = {name: total / max(1, reached[name]) for name, total in totals.items()}
             stats["routed_fraction"] = float(np.mean(list(fractions.values())))
             stats["routed_fraction_by_block"] = fractions
             stats["overflow"] = overflow
-            stats["wanted"] = stats["overflow"] + round(sum(totals.values()))
+            stats["selected"] = overflow + round(sum(totals.values()))
         return stats
 
 
@@ -530,7 +530,7 @@ class _Fixed:
 
 
 def choose(logits_BV, keys, index, options):
-    """Token number `index` of each row [B], in float32; options: temperature, top_k, top_p."""
+    """Draw token number `index` of each row [B]; options: temperature, top_k, top_p."""
     temperature, top_k, top_p = (options[name] for name in ("temperature", "top_k", "top_p"))
 
     def greedy():
@@ -551,9 +551,9 @@ def choose(logits_BV, keys, index, options):
 
 
 def filter_logits(logits_BV, top_k, top_p):
-    """Set the logits of tokens outside the top k, and then outside the nucleus of these, to -inf.
+    """Set the logits of tokens outside the top k, and outside the nucleus of these, to -inf.
 
-    Of equal logits at the edge the lower ids are kept.
+    Of equal logits at the cut the lower ids are kept.
 
     Args:
       top_k: 0 keeps all tokens.
@@ -580,7 +580,7 @@ def filter_logits(logits_BV, top_k, top_p):
 
 
 class TextSampler:
-    """A sampler of text, by a `config.sample` block, all of which is checked here."""
+    """A sampler of text, configured by a `config.sample` block."""
 
     def __init__(self, model, tokenizer, config, *, batch_size=1, rules=sharding.DEFAULT_RULES):
         config = make(SampleConfig, config)
@@ -604,14 +604,14 @@ class TextSampler:
         return self.sampler.stats
 
     def encode(self, prompt):
-        """Ids of a prompt, which begins as documents do; without any it is the end-of-document
-        token, or else token 0."""
+        """Ids of a prompt, with the start tokens of a document. An empty prompt becomes the
+        end-of-document token, or token 0."""
         if ids := [*self.tokenizer.start, *self.tokenizer.encode(prompt)]:
             return ids
         return [0 if self.tokenizer.eot is None else self.tokenizer.eot]
 
     def write(self, variables, stream=None):
-        """Writes `num_samples` continuations of the config's prompt, as they are made."""
+        """Write `num_samples` continuations of the config's prompt as they are generated."""
         stream, prompt = stream or sys.stdout, self.config.prompt
         for i in range(self.config.num_samples):
             stream.write(prompt)
@@ -621,7 +621,7 @@ class TextSampler:
             stream.write("\n")
 
     def stream(self, variables, prompt, *, seed):
-        """Yields the continuation of `prompt` in pieces; it ends before `config.sample.stop`."""
+        """Yield the continuation of `prompt` in pieces; it ends before `config.sample.stop`."""
         for (piece,) in self._pieces(variables, [prompt], [seed]):
             if piece:
                 yield piece
@@ -640,18 +640,18 @@ class TextSampler:
 
 
 class _Text:
-    """A text that comes token by token and ends before `stop`."""
+    """Decoder of a stream of tokens into a text that ends before `stop`."""
 
     def __init__(self, tokenizer, stop):
         self._decoder, self._stop, self._held = tokenizer.stream_decoder(), stop, ""
         self.ended = False
 
     def feed(self, ids):
-        """What is new and certain: the possible beginning of the stop text is kept for later."""
+        """Text that is complete; a possible beginning of the stop text is held back."""
         return self._cut("".join(self._decoder.feed(i) for i in ids), last=False)
 
     def finish(self):
-        """What was kept."""
+        """The rest of the text."""
         return self._cut(self._decoder.finish(), last=True)
 
     def _cut(self, new, last):

@@ -1,4 +1,4 @@
-"""Using a finished (or running) run: evaluate it, or sample from it."""
+"""Evaluate a finished (or running) run, or sample from it."""
 
 import io
 import sys
@@ -13,7 +13,7 @@ from efx.metrics import quantity
 from efx.models.config import SAME_MODEL
 from efx.sample import TextSampler
 
-# Settings that make another model of a run's parameters, or draw other numbers in it.
+# Settings that change what the parameters of a run compute, or the random numbers in it.
 _OF_THE_MODEL = rf"(?!model\.({SAME_MODEL})$)(model|adapter)\..*|seed"
 
 
@@ -41,7 +41,7 @@ def evaluate(config, workdir, step=None):
 
 
 def other_model(config, workdir):
-    """A line about the settings by which this is another model than the run's, or ""."""
+    """A warning about settings that change the model after training, or ""."""
     changed = changed_settings(workdir, config, _OF_THE_MODEL)
     listed = (
         f"config.{key}={value!r} (trained with {before!r})"
@@ -51,12 +51,12 @@ def other_model(config, workdir):
 
 
 def sample(config, workdir, step=None, stream=None):
-    """Continue `config.sample.prompt`, writing pieces of text to `stream` as they are made."""
+    """Continue `config.sample.prompt`, writing text to `stream` as it is generated."""
     check_tokenizer(config, "--workdir", workdir)
     e, step, params, variables = finished(config, workdir, step)
     is_primary = jax.process_index() == 0
     sampler = TextSampler(e.model, e.tokenizer, config.sample, rules=e.rules)
-    # All processes make the text, since each may hold a part of the parameters.
+    # All processes sample, since each may hold a part of the parameters.
     sampler.write({"params": params, **variables}, stream if is_primary else io.StringIO())
     stats = sampler.stats
     if not is_primary:
@@ -64,25 +64,19 @@ def sample(config, workdir, step=None, stream=None):
     line = f"{quantity(stats['tokens_per_second'], 'tokens/s')} from step {step}"
     if "routed_fraction" in stats:
         line += f"; routed blocks computed {stats['routed_fraction']:.1%} of their tokens"
-    cache_size, seq_len = sampler.sampler.cache_size, config.data.seq_len
-    print(line + _left_out(stats, cache_size, seq_len), file=sys.stderr)
+    print(line + _dropped(stats), file=sys.stderr)
     if other := other_model(e.config, workdir):
         print(other, file=sys.stderr)
     return stats
 
 
-def _left_out(stats, cache_size, seq_len):
-    """Drops over the capacity, and the row length that sets it (another one in evaluation)."""
-    lost = []
-    for name, count, of, unit in (
-        ("routed blocks", stats.get("overflow", 0), stats.get("wanted"), "tokens"),
-        ("experts", stats["expert_overflow"], stats.get("expert_choices"), "choices"),
+def _dropped(stats):
+    """Text about tokens and choices over the causal limit, or ""."""
+    text = ""
+    for name, count, total, unit in (
+        ("routed blocks", stats.get("overflow", 0), stats.get("selected"), "selected tokens"),
+        ("experts", stats["expert_overflow"], stats["expert_choices"], "choices"),
     ):
         if count:
-            lost.append(f"{name} dropped {count} of {of} {unit} ({count / of:.1%})")
-    if not lost:
-        return ""
-    capacity = f" over the capacity of a row of {cache_size} tokens"
-    if cache_size != seq_len:
-        capacity += f" (evaluation uses rows of {seq_len})"
-    return "; " + ", ".join(lost) + capacity
+            text += f"; {name} dropped {count} of {total} {unit} ({count / total:.1%})"
+    return text

@@ -1,9 +1,9 @@
-"""The run folder of a dense run's model with routed blocks: --mode=convert --from RUN --to mod.
+"""Convert a dense run to a run with routed blocks: --mode=convert --from RUN --to mod.
 
-It holds a checkpoint of step 0: the parent's parameters, and routers that leave it the parent's
-model. The gate "twice_sigmoid" is exactly 1 for a score of 0, and routers start at zero, so that
-with capacity 1 the routed stack computes what the dense one does; training then lowers the capacity
-(`capacity_stages`). `--to layer_drop` leaves every second block out instead, for comparison.
+The new run folder has a checkpoint of step 0 with the parent's parameters and new routers. Routers
+start at zero and the gate "twice_sigmoid" is exactly 1 for a score of 0, so with capacity 1 the
+converted model equals its parent; training then lowers the capacity (`capacity_stages`).
+`--to layer_drop` removes every second block instead, as a baseline.
 """
 
 import dataclasses
@@ -29,9 +29,9 @@ from efx.metrics.progress import is_primary
 from efx.routing import parameters
 
 KINDS = ("mod", "layer_drop")
-# Settings of the model that the parent does not decide: what is new, and how it is computed.
-_OWN = r"depth_routing\..*|scan_layers|remat|vocab_multiple|attention\.(chunk|kernel)"
-# Gates that are 1 to begin with.
+# Settings of the model that may differ from the parent's.
+_FREE = r"depth_routing\..*|scan_layers|remat|vocab_multiple|attention\.(chunk|kernel)"
+# Gates that are 1 at the start of training.
 _GATES = ("twice_sigmoid", "one")
 
 
@@ -40,9 +40,9 @@ def config_for(folder, to, config=None):
 
     Args:
       folder: the parent. to: one of `KINDS`.
-      config: ConfigDict that says how the run trains, and where `to` is "mod" which blocks are
-        routed how; all else of its model, and the tokenizer, become the parent's. None: the
-        parent's config, with what `configs/convert_mod.py` changes.
+      config: ConfigDict with the settings of training and, if `to` is "mod", of routing; its other
+        settings of the model and its tokenizer are replaced by the parent's. None: the parent's
+        config with the changes of `configs/convert_mod.py`.
     Raises: UsageError for a parent that cannot be converted.
     """
     parent = config_of_run(folder, "--from")
@@ -60,7 +60,7 @@ def config_for(folder, to, config=None):
                 "decoder; use another --config"
             )
     config.update_from_flattened_dict(
-        {f"model.{key}": value for key, value in _decided(parent, to).items()}
+        {f"model.{key}": value for key, value in _inherited_settings(parent, to).items()}
     )
     config.data.tokenizer = parent.data.tokenizer
     routing = config.model.depth_routing
@@ -68,7 +68,7 @@ def config_for(folder, to, config=None):
         routing.kind = "none"
     elif routing.kind == "none":
         config.update_from_flattened_dict(convert_mod.ROUTING)
-    config.train.teacher = _whole_path(folder)
+    config.train.teacher = _absolute_path(folder)
     return config
 
 
@@ -81,7 +81,7 @@ def convert(config, folder, to, workdir, *, command_line=()):
     Returns: {"parameters": their number}.
     Raises: UsageError, also for a workdir that holds a run; nothing is written then.
     """
-    config, parent_path = run_settings.check(config), _whole_path(folder)
+    config, parent_path = run_settings.check(config), _absolute_path(folder)
     _check_config(config, config_of_run(folder, "--from"), to)
     build.check_tokenizer(config, "--from", parent_path)
     if config.adapter.kind != "none":  # whose base a run has to name
@@ -96,7 +96,7 @@ def convert(config, folder, to, workdir, *, command_line=()):
         with sharding.use(e.mesh, e.rules):
             found = fingerprint(params, e.model.vocab_size)
             state, new = _state(training, parent.model, {"params": params, **averages}, to)
-            files, entries = _of_the_text(config.data, folder, parent.tokenizer.to_json())
+            files, entries = _text_records(config.data, folder, parent.tokenizer.to_json())
             entries["converted"] = {
                 "from": parent_path,
                 "to": to,
@@ -116,8 +116,8 @@ def convert(config, folder, to, workdir, *, command_line=()):
     return {"parameters": parameters}
 
 
-def _whole_path(folder):
-    """A folder as a run records it, which may be started from elsewhere the next time."""
+def _absolute_path(folder):
+    """Absolute path, because the next launch may have another working directory."""
     return str(folder if storage.is_remote(folder) else storage.folder(folder).resolve())
 
 
@@ -145,23 +145,23 @@ def _check_parent(parent, folder, to):
         raise UsageError(f"--from={folder} has {cannot}")
 
 
-def _decided(parent, to):
-    """{key of config.model: value} of all that the parent decides."""
+def _inherited_settings(parent, to):
+    """{key of config.model: value} that the new run has to have."""
     model = runfolder.dotted(parent.model.to_dict())
-    decided = {key: value for key, value in model.items() if not re.fullmatch(_OWN, key)}
-    decided["context"] = decided["context"] or parent.data.seq_len
+    settings_of_model = {key: value for key, value in model.items() if not re.fullmatch(_FREE, key)}
+    settings_of_model["context"] = settings_of_model["context"] or parent.data.seq_len
     if to == "layer_drop":
-        decided["depth"] = len(_kept(decided["depth"]))
-    return decided
+        settings_of_model["depth"] = len(_kept_blocks(settings_of_model["depth"]))
+    return settings_of_model
 
 
-def _kept(depth):
-    """The blocks that --to layer_drop keeps: those that --to mod by default leaves dense."""
+def _kept_blocks(depth):
+    """Numbers of the blocks that --to layer_drop keeps (by default --to mod routes the others)."""
     return range(0, depth, 2)
 
 
 def _check_config(config, parent, to):
-    """UsageError for a setting with which this is not the parent's model to begin with."""
+    """Raise UsageError for a setting with which the model would not start as its parent."""
     routing, plain = config.model.depth_routing, runfolder.dotted(settings.as_dict(config.model))
     if routing.kind != ("mod" if to == "mod" else "none"):
         raise UsageError(
@@ -173,7 +173,7 @@ def _check_config(config, parent, to):
             f"config.model.depth_routing.gate={routing.gate!r}: a converted model starts as "
             f"its parent, so its gate must be 1 for a score of 0: use {' or '.join(_GATES)}"
         )
-    for key, value in _decided(parent, to).items():
+    for key, value in _inherited_settings(parent, to).items():
         shorter = key == "context" and plain["positions"] != "learned" and 0 < plain[key] < value
         if plain[key] != value and not shorter:
             raise UsageError(
@@ -181,8 +181,8 @@ def _check_config(config, parent, to):
             )
 
 
-def _of_the_text(data, folder, tokenizer):
-    """(files, entries of run.json) about the text: of the parent's what it holds out."""
+def _text_records(data, folder, tokenizer):
+    """(files, entries of run.json) about the text. The same text keeps the parent's split."""
     files = {runfolder.TOKENIZER_FILE: tokenizer, runfolder.HELD_OUT_FILE: None}
     entries = {"tokenizer": runfolder.checksum(tokenizer)}
     same = all(
@@ -198,14 +198,14 @@ def _of_the_text(data, folder, tokenizer):
 
 
 def _state(training, parent, variables, to):
-    """(the `TrainState` of step 0, how many of its parameters the parent lacks).
+    """(the `TrainState` of step 0, the number of its parameters that the parent lacks).
 
     Args:
-      parent: its model. variables: of that.
+      parent: the parent's model. variables: the parent's variables.
     """
     e = training.experiment
     model = models.unrolled(e.model)
-    kept = _kept(parent.config.depth) if to == "layer_drop" else range(parent.config.depth)
+    kept = _kept_blocks(parent.config.depth) if to == "layer_drop" else range(parent.config.depth)
     _check_blocks(parent, model, kept)
     count = 0
 
@@ -214,27 +214,29 @@ def _state(training, parent, variables, to):
         fresh = nn.unbox(models.init(model, jax.random.key(seed)))
         leaves = flatten_dict(fresh["params"], sep="/").items()
         count = sum(leaf.size for path, leaf in leaves if _is_new(path))
-        of_parent = models.unroll_variables(parent, variables)
-        made = convert_variables(of_parent, fresh, kept, model.config.depth_routing)
+        inherited = models.unroll_variables(parent, variables)
+        converted = convert_variables(inherited, fresh, kept, model.config.depth_routing)
         if e.model.config.scan_layers:
             specs = e.model.specs()
-            made = {name: in_layers(scan_params, tree, specs) for name, tree in made.items()}
-        return step_lib.state_of(made, training.optimizer)
+            converted = {
+                name: in_layers(scan_params, tree, specs) for name, tree in converted.items()
+            }
+        return step_lib.state_of(converted, training.optimizer)
 
     state = jax.jit(make, out_shardings=training.shardings)(variables, np.uint32(e.config.seed))
     return state, count
 
 
 def _check_blocks(parent, model, kept):
-    """UsageError unless the blocks are those of the parent. What differs by a block's number
-    (experts in every second one, layers without positions) does not survive that others go."""
-    specs, of_parent = model.specs(), parent.specs()
+    """Raise UsageError unless each kept block has the settings that it has in the parent: experts
+    and layers without positions may go by a block's number."""
+    specs, parent_specs = model.specs(), parent.specs()
 
     def computed(spec):
         return dataclasses.replace(spec.block, std=0.0, std_out=0.0)
 
     for number, (spec, i) in enumerate(zip(specs, kept, strict=True)):
-        if computed(spec) != computed(of_parent[i]):
+        if computed(spec) != computed(parent_specs[i]):
             raise UsageError(
                 f"--to=layer_drop: block {i} of the parent would become block {number}, of "
                 "another kind: settings that depend on a block's number (experts, positions) "
@@ -242,22 +244,22 @@ def _check_blocks(parent, model, kept):
             )
 
 
-def convert_variables(of_parent, fresh, kept, routing):
+def convert_variables(parent, fresh, kept, routing):
     """The variables of a converted model, {collection: tree}.
 
     Args:
-      of_parent: variables of the parent, unrolled. fresh: those of a new model, unrolled.
+      parent: variables of the parent, unrolled. fresh: initial variables, unrolled.
       kept: the number in the parent of each block. routing: `DepthRoutingConfig` of the new model.
     """
-    made = {}
+    converted = {}
     for collection, tree in fresh.items():
-        inherited = flatten_dict(of_parent.get(collection, {}), sep="/")
+        inherited = flatten_dict(parent.get(collection, {}), sep="/")
         arrays = {
             path: _value(path, leaf, inherited, kept, routing)
             for path, leaf in flatten_dict(tree, sep="/").items()
         }
-        made[collection] = unflatten_dict(arrays, sep="/")
-    return made
+        converted[collection] = unflatten_dict(arrays, sep="/")
+    return converted
 
 
 def _is_new(path):

@@ -1,5 +1,5 @@
-"""Reads and writes Hugging Face checkpoints, of `hf_config.ARCHITECTURES`; makes MoD models of
-dense parameters.
+"""Read and write Hugging Face checkpoints of `hf_config.ARCHITECTURES`; add routers to dense
+parameters.
 
     config, model, params = load_hf("path/to/gpt2", common.base())   # config.json, *.safetensors
     save_hf("path/to/new", params, model)                            # transformers loads this
@@ -38,9 +38,9 @@ from efx.interop.weights import (
 from efx.layers.stack import scan_params, unroll_params
 from efx.routing import parameters
 
-# The versions that exports are for; the tests load them with the oldest and the newest.
+# Supported versions; the tests load exports with the oldest and the newest.
 TRANSFORMERS = "transformers>=4.57.1,<6"
-# Buffers that some checkpoints have in addition to the parameters.
+# Buffers in some checkpoints, which are no parameters.
 _BUFFERS = re.compile(
     r"h\.\d+\.attn\.(masked_)?bias"
     r"|layers\.\d+\.attention\.(masked_bias|bias|rotary_emb\.inv_freq)"
@@ -52,10 +52,10 @@ _PREFIX = {
     "llama": "model.",
     "olmo2": "model.",
 }
-# A module whose arrays hold several of efx, head by head: [N, 3, H] and not [3, N, H].
+# A module with query, key and value interleaved by head: [N, 3, H] and not [3, N, H].
 _BY_HEAD = "attention.query_key_value"
 
-# (module in the state dict, modules of efx); several of efx are concatenated into one of theirs.
+# (module in the state dict, modules of efx, concatenated if there are several).
 _MODULES = {
     "gpt2": (
         ("wte", "embed"),
@@ -97,7 +97,7 @@ _MODULES = {
         ("lm_head", "head"),
     ),
 }
-# As in Llama, but that the norms come after what they belong to.
+# Llama with the norms after attention and MLP.
 _AFTER = {
     "norm_attention": "layers.{}.post_attention_layernorm",
     "norm_mlp": "layers.{}.post_feedforward_layernorm",
@@ -110,18 +110,17 @@ _HEAD_NAMES = {"embed_out.weight": "lm_head.weight"}
 
 
 def params_from_hf(state_dict, model, key=None, rows=0):
-    """efx's parameters (nested dict, float32) from a state dict.
+    """Parameters of efx (nested dict, float32) from a state dict.
 
     Args:
       state_dict: {name: array} with or without the prefix of the language-model class; `Weights`,
         or arrays of numpy, jax or torch.
       model: of `models.build`; unrolled or scanned, dense or with routed blocks.
-      key: PRNG key for what routed blocks have besides, which the checkpoint lacks; needed for
-        them only.
-      rows: how many rows the embedding of the checkpoint has, of which the last stand for no token
-        and are left out; 0: as many as the model has tokens.
-    Raises: UsageError naming the arrays that are missing, unknown, or of another shape, or learned
-      dropout, whose masks no checkpoint has.
+      key: PRNG key for the new parameters of routed blocks.
+      rows: number of rows of the checkpoint's embedding; those beyond the vocabulary are dropped.
+        0: as many as the model has tokens.
+    Raises: UsageError for arrays that are missing, unknown, or of another shape, and for learned
+      dropout, because no checkpoint has masks.
     """
     check_dropout(model.config)
     dense, style = _dense(model), _style(model)
@@ -144,7 +143,7 @@ def params_from_hf(state_dict, model, key=None, rows=0):
         if names:
             others = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise UsageError(f"{whole} {verb} {', '.join(names[:3])}{others}")
-    for name, paths, transposed in arrays:  # before the first is read
+    for name, paths, transposed in arrays:  # all shapes, before the first array is read
         expected = _oriented(_joined_shape(paths, shapes, stored), transposed)
         if tuple(state[name].shape) != expected:
             is_stored = isinstance(state[name], StoredArray)
@@ -163,13 +162,13 @@ def params_from_hf(state_dict, model, key=None, rows=0):
 
 
 def _joined_shape(paths, shapes, model):
-    """The shape of the array of which these parameters are parts."""
-    of_parts = [_unpadded_shape(path, shapes[path], model) for path in paths]
-    return (*of_parts[0][:-1], sum(shape[-1] for shape in of_parts))
+    """The shape of the concatenation of these parameters."""
+    shapes_of_parts = [_unpadded_shape(path, shapes[path], model) for path in paths]
+    return (*shapes_of_parts[0][:-1], sum(shape[-1] for shape in shapes_of_parts))
 
 
 def _parts(name, array, paths, shapes, model):
-    """The parts of an array [..., parts] that become these parameters."""
+    """Split an array of a checkpoint into these parameters."""
     if _BY_HEAD in name:
         heads = model.config.attention.num_heads
         by_head = array.reshape(*array.shape[:-1], heads, len(paths), -1)
@@ -179,7 +178,7 @@ def _parts(name, array, paths, shapes, model):
 
 
 def _style(model):
-    """Which of `_MODULES` the parameters of a decoder are called by."""
+    """The key of `_MODULES` for a decoder."""
     c = model.config
     if c.positions == "learned":
         return "gpt2"
@@ -191,7 +190,7 @@ def _style(model):
 def params_to_hf(params, model):
     """(state dict of numpy float32 arrays, config.json dict) of a dense decoder.
 
-    A GPT-2 without biases gets biases of zero, which is the same function.
+    A GPT-2 without biases gets biases of zero.
     """
     config = config_to_hf(model)
     return {array.name: array.read() for array in arrays_of(params, model)}, config
@@ -228,7 +227,7 @@ def arrays_of(params, model):
 
 
 def _read(name, paths, flat, shapes, model, transposed):
-    """An array of theirs, float32, of the parameters that it has."""
+    """An array of a checkpoint, float32, from the parameters that are its parts."""
     parts = [
         _numpy(flat[path])[tuple(slice(n) for n in _unpadded_shape(path, shapes[path], model))]
         for path in paths
@@ -243,12 +242,12 @@ def _read(name, paths, flat, shapes, model, transposed):
 
 
 def mod_from_dense(params, model, key=None):
-    """Parameters of `model`, which may have routed blocks, from those of its dense twin.
+    """Parameters of `model`, which may have routed blocks, from those of the dense model.
 
     Args:
       params: of the dense model, unrolled or scanned.
       model: may differ from it in `config.model.depth_routing` and scanning.
-      key: PRNG key of what is fresh; not needed if no block is routed.
+      key: PRNG key of new parameters; not needed if no block is routed.
     Returns: the dense arrays, unchanged, and routers, predictors and skip MLPs as the model
       initialises them.
     """
@@ -259,7 +258,7 @@ def mod_from_dense(params, model, key=None):
         if key is None:
             raise UsageError("the model has routed blocks: pass a PRNG key for their routers")
         layers = {name: {**layer} for name, layer in layers.items()}
-        for name, fresh in _of_routing(model, key).items():
+        for name, fresh in _new_routing_params(model, key).items():
             layers.setdefault(name, {}).update(fresh)
     if model.config.scan_layers:
         layers = scan_params(layers, model.specs())
@@ -303,7 +302,7 @@ def settings_of(folder, hf):
 
 
 def _in_file(path, function, *arguments):
-    """The result of a function whose errors begin with "config.json"; with the path instead."""
+    """Call a function; its errors name the path in place of "config.json"."""
     try:
         return function(*arguments)
     except UsageError as error:
@@ -311,7 +310,7 @@ def _in_file(path, function, *arguments):
 
 
 def check_dropout(model_config):
-    """UsageError if dropout is learned."""
+    """Raise UsageError if dropout is learned."""
     if model_config.dropout.learned:
         raise UsageError(
             f"config.model.dropout.kind={model_config.dropout.kind!r}: a Hugging Face "
@@ -321,8 +320,8 @@ def check_dropout(model_config):
 
 
 def check_size(folder, model_config, vocab_size, weights):
-    """UsageError if a config.json describes more than its files hold: nothing is made by its
-    numbers, neither layers nor arrays, that is not there."""
+    """Raise UsageError if a config.json describes a larger model than its files hold, before
+    anything is built from its numbers."""
     c = model_config
     head_dim = c.attention.head_dim or c.width // c.attention.num_heads
     of_layer = c.attention.num_heads * head_dim + c.mlp.hidden
@@ -346,19 +345,19 @@ def save_hf(
     dtype="float32",
     shard_bytes=SHARD_BYTES,
 ):
-    """Writes a decoder into a new folder that transformers loads; all of it or nothing.
+    """Write a decoder to a new folder that transformers loads; all of it or nothing.
 
-    It has config.json and the parameters; where no architecture of transformers has the model's
-    settings, also modeling_efx.py, which computes it (`own_format`).
+    The folder has config.json and the parameters, and modeling_efx.py if no architecture of
+    transformers has the model's settings (`own_format`).
 
     Args:
       state: the model's collection of this name, if it has one.
       ids: {"bos_token_id": ..., "eos_token_id": ...} for config.json.
       files: {name: text} of further files.
-      without: architectures that are not to be taken.
+      without: architectures that are not used.
       dtype, shard_bytes: as in `write`.
     Returns: the contents of config.json.
-    Raises: UsageError naming the setting that cannot be written, or what is wrong with the folder.
+    Raises: UsageError for a setting that cannot be exported, or a folder that cannot be written.
     """
     folder, files = Path(folder), dict(files or {})
     config, _ = find_architecture(model, without)
@@ -370,20 +369,20 @@ def save_hf(
     config |= {"dtype": dtype, **(ids or {})}
     files["config.json"] = json.dumps(config, indent=2) + "\n"
     check_new(folder)
-    place = folder.resolve()  # which has a name, and is no link
-    made = [path for path in place.parents if not path.exists()]
+    target = folder.resolve()  # has a name, and is no link
+    created = [path for path in target.parents if not path.exists()]
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        _check_space(folder, place, size_of(arrays, dtype) + sum(map(len, files.values())))
-        with atomic.replacing(place) as part:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _check_space(folder, target, size_of(arrays, dtype) + sum(map(len, files.values())))
+        with atomic.replacing(target) as part:
             part.mkdir()
             for name, text in files.items():
                 (part / name).write_text(text, encoding="utf-8")
             write(part, arrays, dtype, shard_bytes)
-            for path in part.iterdir():  # the library lets nobody else read its files
+            for path in part.iterdir():  # safetensors writes files that others cannot read
                 shutil.copymode(part / "config.json", path)
     except BaseException as error:
-        for path in made:
+        for path in created:
             with contextlib.suppress(OSError):
                 path.rmdir()
         if isinstance(error, OSError | SafetensorError):
@@ -393,7 +392,7 @@ def save_hf(
 
 
 def check_new(folder):
-    """UsageError unless there is nothing at this path, or an empty folder."""
+    """Raise UsageError unless this path does not exist or is an empty folder."""
     try:
         existing = sorted(path.name for path in Path(folder).iterdir())
     except FileNotFoundError:
@@ -404,8 +403,8 @@ def check_new(folder):
         raise UsageError(f"{folder} is not empty ({existing[0]}); use a new folder")
 
 
-def _check_space(folder, place, needed):
-    free = shutil.disk_usage(place.parent).free
+def _check_space(folder, target, needed):
+    free = shutil.disk_usage(target.parent).free
     if needed > free:
         raise UsageError(
             f"{folder} needs {memory.in_words(needed)}, but its disk has "
@@ -444,9 +443,9 @@ def _shapes(model):
     return {path: leaf.shape for path, leaf in flatten_dict(tree, sep="/").items()}
 
 
-def _of_routing(model, key):
-    """{layer: {name in `parameters.TABLE`: parameters}} as initialised; jitted, so that no other
-    parameter is computed."""
+def _new_routing_params(model, key):
+    """{layer: {name in `parameters.TABLE`: initial parameters}}. Jitted, so that no other parameter
+    is computed."""
     model, names = models.changed(model, scan_layers=False), set(parameters.param_names())
 
     def init(key):
@@ -482,7 +481,7 @@ def _oriented(shape, transposed):
 
 
 def _numpy(array):
-    """float32 numpy of a numpy, jax or torch array; numpy does not have torch's bfloat16."""
+    """float32 numpy array of a numpy, jax or torch array."""
     if hasattr(array, "detach"):
         array = array.detach().cpu().float()
     return np.asarray(array).astype(np.float32)

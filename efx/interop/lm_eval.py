@@ -2,12 +2,11 @@
 
     python -m efx.interop.lm_eval --workdir runs/mod --tasks hellaswag,arc_easy,wikitext
 
-The tasks are lm-eval's, or YAML files of your own in its format; it makes the prompts and the
-scores, and downloads the data of its tasks. The run answers as it samples, by the causal decisions,
-whatever its family. What is printed is lm-eval's table and what an answer cost: the nominal FLOPs
-of the tokens that the model read, with the tokens that routed blocks were seen to compute, and
-experts that tokens choose. Both go to WORKDIR/lm_eval/results_<time>.json. Settings of the run that
-are to be others come after `--`, as in `-- --config.train.dtype=bfloat16`. Needs the extra `eval`.
+Tasks are lm-eval's, or YAML files in its format; lm-eval makes the prompts, computes the scores and
+downloads the data of its tasks. A run of any family answers by the causal decisions, as it samples.
+Prints lm-eval's table and a table of costs: nominal FLOPs of an answer, with the tokens that routed
+blocks and token-choice experts computed. Both go to WORKDIR/lm_eval/results_<time>.json. Settings
+of the run can be overridden after `--`: `-- --config.train.dtype=bfloat16`. Needs the extra `eval`.
 """
 
 import contextlib
@@ -28,18 +27,18 @@ from efx import build, command_line, runfolder, storage, tables, use
 from efx.config import config_of_run
 from efx.errors import UsageError, nearest
 from efx.flops import count_params
-from efx.interop.scoring import Answering
+from efx.interop.scoring import Scorer
 from efx.studies import cli
 
-# For the standard errors of what is no mean, such as a perplexity.
+# Bootstrap resamples for standard errors of perplexities and the like.
 _RESAMPLES = 1000
-# What a task may say about generation beside `until` and how many tokens; all that it does.
+# Supported generation_kwargs of a task, beside `until` and `max_gen_toks`.
 _GENERATION = ("do_sample", "temperature", "top_k", "top_p")
 
 
 class Costs:
-    """What the answers of each task cost. An answer is all that is asked about one document, such
-    as every choice of a question.
+    """Cost of the answers of each task. An answer is all requests about one document, such as every
+    choice of a question.
 
     Attributes:
       totals: {task: {"answers", "tokens", "flops"}}
@@ -71,15 +70,15 @@ class Costs:
 
 
 class _Model:
-    """What lm-eval asks of a model, a base beside its `TemplateLM`: see `model_class`.
+    """lm-eval's interface of a model; `model_class` adds lm-eval's base class `TemplateLM`.
 
     Args:
       workdir: run folder. step: of the checkpoint; None: the newest.
       batch_size: rows that are computed together.
       max_length: tokens of the longest row; None: the model's context.
-      config: ConfigDict, that of the run with other settings; None: as it is.
+      config: ConfigDict that replaces the run's; None: the run's.
     Attributes:
-      costs: `Costs` of what was asked so far.
+      costs: `Costs` of all requests so far.
     """
 
     def __init__(self, workdir, *, step=None, batch_size=8, max_length=None, config=None):
@@ -101,13 +100,13 @@ class _Model:
         }
         if other := use.other_model(setup.config, workdir):
             self._info["other_model"] = other
-        self._answering = Answering(
+        self._scorer = Scorer(
             setup, {"params": params, **variables}, batch_size=batch_size, max_length=max_length
         )
         self._tokenizer, self._spent, self.costs = setup.tokenizer, [], Costs()
 
     def get_model_info(self):
-        """Goes into the entry `config` of the results."""
+        """Entries for `config` in the results."""
         return dict(self._info)
 
     # ---- tokens ----------------------------------------------------------------------------------
@@ -118,8 +117,7 @@ class _Model:
 
     @property
     def prefix_token_id(self):
-        """What stands before a text that has no context: what begins documents, or else what ends
-        them, or else token 0, as before a prompt."""
+        """Context of a text without one: the start token of documents, their end token, or 0."""
         t = self._tokenizer
         return next(iter(t.start), 0 if t.eot is None else t.eot)
 
@@ -136,12 +134,12 @@ class _Model:
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
         pairs = [(context, continuation) for _, context, continuation in requests]
-        scores = self._answering.scores(pairs, _shown("continuations"))
+        scores = self._scorer.score(pairs, _progress("continuations"))
         self._spent = [(score.tokens, score.flops) for score in scores]
         return [(score.logprob, score.is_greedy) for score in scores]
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        """The whole of each text: windows as long as the longest row, each token predicted once."""
+        """Score whole texts, in windows as long as the longest row that predict each token once."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         pairs, owners = [], []
@@ -149,14 +147,14 @@ class _Model:
             windows = get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0]),
                 prefix_token=self.prefix_token_id,
-                max_seq_len=self._answering.max_length,
+                max_seq_len=self._scorer.max_length,
                 context_len=1,
             )
-            of_text = [make_disjoint_window(window) for window in windows]
-            pairs += of_text
-            owners += [i] * len(of_text)
+            windows = [make_disjoint_window(window) for window in windows]
+            pairs += windows
+            owners += [i] * len(windows)
         found, spent = [0.0] * len(requests), [(0, 0.0)] * len(requests)
-        scores = self._answering.scores(pairs, _shown("windows"))
+        scores = self._scorer.score(pairs, _progress("windows"))
         for i, score in zip(owners, scores, strict=True):
             found[i] += score.logprob
             spent[i] = spent[i][0] + score.tokens, spent[i][1] + score.flops
@@ -164,20 +162,19 @@ class _Model:
         return found
 
     def generate_until(self, requests, disable_tqdm=False):
-        """Those of equal settings together."""
+        """Generate texts; requests with equal settings are batched together."""
         groups = {}
         for i, request in enumerate(requests):
             key = json.dumps(request.args[1], sort_keys=True)
             groups.setdefault(key, []).append(i)
         found, spent = [None] * len(requests), [None] * len(requests)
         for indices in groups.values():
-            # A prompt of nothing begins as documents do.
             prompts = [
                 self.tok_encode(requests[i].args[0]) or [self.prefix_token_id] for i in indices
             ]
-            options = _generation(requests[indices[0]].args[1])
-            texts = self._answering.texts(
-                prompts, seeds=indices, progress=_shown("texts"), **options
+            options = _generation_options(requests[indices[0]].args[1])
+            texts = self._scorer.generate(
+                prompts, seeds=indices, progress=_progress("texts"), **options
             )
             for i, text in zip(indices, texts, strict=True):
                 found[i], spent[i] = text.text, (text.tokens, text.flops)
@@ -185,8 +182,8 @@ class _Model:
         return found
 
 
-def _generation(settings):
-    """Keywords of `Answering.texts` by a task's generation_kwargs."""
+def _generation_options(settings):
+    """Arguments of `Scorer.generate` from a task's generation_kwargs."""
     from lm_eval.models.utils import normalize_gen_kwargs
 
     settings = normalize_gen_kwargs(settings)
@@ -200,22 +197,22 @@ def _generation(settings):
             )
     options = {"until": tuple(until), "max_new_tokens": count}
     if settings.pop("do_sample"):
-        # Where a task leaves out the temperature it is 1 in sampling.
+        # The default temperature of sampling is 1.
         return options | {"temperature": 1.0} | settings
     return options
 
 
-def _shown(what):
-    """A function that goes over batches and shows on stderr how far it is."""
+def _progress(title):
+    """A progress bar for batches, on a terminal."""
     if not sys.stderr.isatty():
         return iter
-    return functools.partial(track, description=f"efx: {what}", console=Console(stderr=True))
+    return functools.partial(track, description=f"efx: {title}", console=Console(stderr=True))
 
 
 @functools.cache
 def model_class():
-    """A run as a model of lm-eval, a class whose arguments are those of `_Model`: an instance goes
-    to `lm_eval.simple_evaluate(model=...)`."""
+    """The class of runs as models of lm-eval, with the arguments of `_Model`. An instance is an
+    argument of `lm_eval.simple_evaluate(model=...)`."""
     try:
         from lm_eval.api.model import TemplateLM
     except ImportError:
@@ -229,14 +226,14 @@ def model_class():
 
 
 def evaluate(workdir, tasks, *, num_fewshot=None, limit=None, log_samples=False, **options):
-    """Print what a run scores in lm-eval's tasks, and write it into the run folder.
+    """Evaluate a run in lm-eval's tasks; print the results and write them to the run folder.
 
     Args:
-      tasks: names or patterns of lm-eval's, or paths of YAML files.
-      num_fewshot: examples before each question; None: as many as each task says.
+      tasks: names or patterns of lm-eval's tasks, or paths of YAML files.
+      num_fewshot: examples before each question; None: the task's default.
       limit: documents of each task; None: all.
-      log_samples: whether the file has every document and answer, too.
-      options: of `model_class`.
+      log_samples: also write every document and answer.
+      options: arguments of `model_class`.
     Returns: lm-eval's results, with an entry "efx" (`Costs.per_answer`).
     """
     make = model_class()
@@ -244,7 +241,7 @@ def evaluate(workdir, tasks, *, num_fewshot=None, limit=None, log_samples=False,
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
-    # Reading the names of all that come with lm-eval takes a while.
+    # Indexing all tasks of lm-eval takes a while.
     manager = TaskManager(include_defaults=not all(map(_is_file, tasks)))
     tasks = _tasks(tasks, manager)
     model = make(workdir, **options)
@@ -260,7 +257,7 @@ def evaluate(workdir, tasks, *, num_fewshot=None, limit=None, log_samples=False,
                 batch_size=options.get("batch_size"),
                 bootstrap_iters=_RESAMPLES,
             )
-    except OSError as error:  # of the libraries that read or download data
+    except OSError as error:  # from libraries that read or download data
         raise UsageError(f"--tasks: their data cannot be read ({error})") from error
     results["efx"] = model.costs.per_answer()
     text = json.dumps(results, indent=1, default=utils.handle_non_serializable)
@@ -282,9 +279,8 @@ def evaluate(workdir, tasks, *, num_fewshot=None, limit=None, log_samples=False,
 
 @contextlib.contextmanager
 def _without_forks():
-    """lm-eval resamples for standard errors in processes that it forks, and so does the library
-    of its tables with the cells of a large one. A process that has JAX's threads may hang when it
-    is forked: here it does so itself."""
+    """Keep lm-eval, and the library of its tables, from forking processes: with JAX's threads a
+    forked process may hang."""
     name, count = "DISABLE_MULTIPROC", multiprocessing.cpu_count
     before = os.environ.get(name)
     os.environ[name], multiprocessing.cpu_count = "1", lambda: 1
@@ -298,7 +294,7 @@ def _without_forks():
 
 
 def cost_table(per_answer):
-    """Lines of a table of `Costs.per_answer`."""
+    """Markdown table of `Costs.per_answer`."""
     rows = [
         (
             task,
@@ -316,7 +312,7 @@ def _is_file(task):
 
 
 def _tasks(names, manager):
-    """What the manager finds by these; UsageError for what is none."""
+    """Names and files of tasks for lm-eval. Raises UsageError for unknown ones."""
     found = []
     if not names:
         raise UsageError("--tasks is empty: set names of lm-eval's tasks, or YAML files")

@@ -1,5 +1,5 @@
-"""Decoders that no architecture of transformers has: the config.json and the arrays that
-modeling_efx.py reads, which is exported with them."""
+"""Export of decoders that no architecture of transformers computes: config.json and arrays for
+modeling_efx.py, which is exported with them."""
 
 import functools
 import re
@@ -13,11 +13,11 @@ from efx.errors import UsageError
 from efx.interop.weights import NewArray
 from efx.routing import parameters
 
-# No module of efx: a file of data, whose imports are those of who loads it.
+# Copied into exports; never imported by efx, because it needs torch and transformers.
 CODE = Path(__file__).parent / "exported/modeling_efx.py"
-# What a leaf of efx is called there, if it is called otherwise.
+# Names of parameters in modeling_efx.py that differ from those of efx.
 _LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
-# The paths in efx of all arrays that modeling_efx.py reads.
+# Paths in efx of all arrays that modeling_efx.py reads.
 _MLP, _NORM = r"(gate|up|down)/(kernel|bias)", r"(scale|bias)"
 _MASK = r"(attention/mask_(query|key|value)|mask_(frequency|phase|shift|linear))"
 _IN_BLOCK = "|".join(
@@ -36,7 +36,7 @@ _READ = re.compile(
 
 
 def check(c, adapter):
-    """UsageError for what cannot be exported.
+    """Raise UsageError for a model that cannot be exported.
 
     Args:
       c: `config.model`, resolved or not. adapter: kind of the adapters.
@@ -68,7 +68,7 @@ def _refuse(key, value, why):
 
 
 def config_of(model):
-    """The contents of config.json, which `EfxConfig` in modeling_efx.py explains."""
+    """The contents of config.json, see `EfxConfig` in modeling_efx.py."""
     c = model.config
     check(c, model.adapter.kind if hasattr(model, "adapter") else "none")
     a, capacities = c.attention, c.depth_routing.routed_blocks(c.depth)
@@ -117,7 +117,7 @@ def config_of(model):
 
 
 def rope_of(a):
-    """Rotary positions of an attention's config."""
+    """Entry `rope` of config.json."""
     scaling = a.rope_scaling
     rope = dict(theta=a.rope_theta, size=a.rotary_size(a.head_dim), kind=scaling.kind)
     if scaling.kind != "none":
@@ -174,11 +174,10 @@ def _masks(c):
 
 
 def arrays_of(params, state, model):
-    """`NewArray`s of what modeling_efx.py calls by the same names, but for `_LEAVES`; of matrices
-    of linear layers it has the transposed ones. Decisions of routing that evaluation does not use
-    are left out.
+    """`NewArray`s for modeling_efx.py, with its names. Kernels are transposed; parameters of
+    decisions that evaluation does not use are left out.
 
-    Raises: UsageError naming an array that modeling_efx.py does not read, or one that is missing.
+    Raises: UsageError for an array that modeling_efx.py does not read, or one that is missing.
     """
     variables = {"params": params, "state": state} if state else {"params": params}
     flat, routing, arrays = {}, model.config.depth_routing, []
@@ -213,7 +212,7 @@ def arrays_of(params, state, model):
 
 
 def _check_routing(paths, c):
-    """UsageError unless routed blocks have exactly the variables of `parameters.TABLE`."""
+    """Raise UsageError unless routed blocks have exactly the variables of `parameters.TABLE`."""
     routing = c.depth_routing
     routed = [f"layers/block_{i}" for i in routing.routed_blocks(c.depth)]
     for row in parameters.TABLE:

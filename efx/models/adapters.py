@@ -209,7 +209,7 @@ class Adapter(nn.Module):
         weight_BTE, valid_BT = jax.nn.sigmoid(logit_BTE), call.real(batch)
         selected_BTE, rate = (logit_BTE > 0) & valid_BT[..., None], c.capacity * c.slack
         if call.decode:
-            names = "admitted", "overflow"
+            names = "admitted", "dropped"
             run_BTE, _ = admit_new_tokens(self, selected_BTE, rate, call, names)
             weight_BTE = jnp.where(run_BTE, weight_BTE, 0.0)
             return self._weighted_sum(x_BTD, weight_BTE, down_EDR, up_ERF)

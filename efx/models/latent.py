@@ -857,7 +857,7 @@ class Latent(LanguageModel):
 
     @nn.nowrap
     def stack_length(self, length):
-        return self.config.stack_length(length)
+        return self.config.row_length(-1, length)
 
     @nn.nowrap
     def token_of_place(self, path, positions_RS, length):

@@ -1,1 +1,1 @@
-"""Deciding which tokens are computed: plans, causal decisions, routing by depth, experts."""
+"""Routing of tokens: selection, causal decisions, Mixture-of-Depths, recursion, controls."""

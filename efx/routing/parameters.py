@@ -8,8 +8,6 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from efx.routing import controls
-
 # The path of a routed block, in a decoder, in either of two streams, or of a recursion step.
 _BLOCK = r"(?:.*/)?(?:block|recursion)_\d+/(?:(?:decoder|encoder_\d+)/)?"
 
@@ -33,7 +31,7 @@ class RoutingVariable(NamedTuple):
     collection: str
     setting: str
     exists: Callable
-    exported: Callable | None = None
+    exported: Callable | None = lambda c: True
     converted: Callable = lambda c: None
     in_block: bool = True
 
@@ -43,67 +41,41 @@ class RoutingVariable(NamedTuple):
         return (_BLOCK if self.in_block else "") + f"{self.name}(?:/.*)?"
 
 
+def _has_predictor(c):
+    return "predictor" in c.trained_decisions
+
+
+def _has_threshold(c):
+    return "threshold" in c.trained_decisions
+
+
 TABLE = (
     RoutingVariable(
-        "router",
-        "params",
-        "train_selection",
-        exists=lambda c: not c.is_control,
-        exported=lambda c: True,
+        "router", "params", "train_selection", exists=lambda c: not c.is_control,
         # Zero scores make this gate exactly 1.
         converted=lambda c: 0.0 if c.gate == "twice_sigmoid" else None,
     ),
     RoutingVariable(
-        "predictor",
-        "params",
-        "causal",
-        exists=lambda c: "predictor" in c.trained_decisions,
-        exported=lambda c: c.causal == "predictor",
-    ),
-    RoutingVariable(
-        "skip_mlp",
-        "params",
-        "skip_mlp",
-        exists=lambda c: c.skip_mlp > 0,
-        exported=lambda c: True,
-    ),
-    RoutingVariable(
-        "norm_router",
-        "params",
-        "router_norm",
+        "norm_router", "params", "router_norm",
         exists=lambda c: c.router_norm == "rms" and not c.is_control,
-        exported=lambda c: True,
     ),
     RoutingVariable(
-        "threshold/quantile",
-        "state",
-        "causal",
-        exists=lambda c: "threshold" in c.trained_decisions,
+        "predictor", "params", "causal", _has_predictor, lambda c: c.causal == "predictor"
+    ),
+    RoutingVariable("skip_mlp", "params", "skip_mlp", exists=lambda c: c.skip_mlp > 0),
+    RoutingVariable(
+        "threshold/quantile", "state", "causal", _has_threshold,
         exported=lambda c: c.causal == "threshold",
         # Below the score 0, so that all tokens are selected until the first training step.
         converted=lambda c: -1.0,
     ),
+    RoutingVariable("threshold/steps", "state", "causal", _has_threshold, lambda c: False),
+    RoutingVariable("seed", "state", "train_selection", lambda c: c.is_control, exported=None),
     RoutingVariable(
-        "threshold/steps",
-        "state",
-        "causal",
-        exists=lambda c: "threshold" in c.trained_decisions,
-        exported=lambda c: False,
+        "token_types", "state", "train_selection", lambda c: c.needs_token_places,
+        exported=None, in_block=False,
     ),
-    RoutingVariable(
-        "seed",
-        "state",
-        "train_selection",
-        exists=lambda c: c.train_selection in controls.CONTROLS,
-    ),
-    RoutingVariable(
-        "token_types",
-        "state",
-        "train_selection",
-        exists=lambda c: c.needs_token_places,
-        in_block=False,
-    ),
-)
+)  # fmt: skip
 
 
 def find(path):

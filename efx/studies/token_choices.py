@@ -1,7 +1,7 @@
-"""What a model does with each token of a text: its decisions and its prediction.
+"""Decisions and predictions of a model for each token of a text.
 
-The decisions are those that evaluation and sampling take (`selection="causal"`), as the modules
-that take them report them: the collection `choices`, see `efx.layers.report`.
+The decisions are the causal ones of evaluation and sampling, as modules report them in the
+collection `choices` (see `efx.layers.report`).
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ from efx.layers.stack import label
 
 
 class Quantity(NamedTuple):
-    """What the values of a row are.
+    """Meaning of the values of a row.
 
     Attributes:
-      title: in a list. about: in a sentence.
-      kind: "flag": 0 or 1; "count": 0, 1, 2, ...; "class": a number that stands for a thing;
+      title: short name. about: description.
+      kind: "flag": 0 or 1; "count": 0, 1, 2, ...; "class": an index, such as of an expert;
         "fraction": in [0, 1]; "number".
-      words: of a flag, and of fractions that may be all 0 or 1, those for 0 and 1.
-      by_row: the numbers of a row compare with each other alone, so that each has its own scale.
+      words: for 0 and 1, of flags and of fractions that may all be 0 or 1.
+      by_row: each row has a scale of its own.
     """
 
     title: str
@@ -38,7 +38,7 @@ class Quantity(NamedTuple):
     by_row: bool = False
 
 
-# In the order in which a switch offers them; the first that a model has is shown first.
+# In the order of the page; it first shows the first one that a model has.
 QUANTITIES = {
     "computed": Quantity(
         "computed", "whether it is computed for the token", "flag", ("skipped", "computed")
@@ -70,11 +70,11 @@ QUANTITIES = {
 
 
 class Row(NamedTuple):
-    """One line of a map.
+    """One row of a map.
 
     Attributes:
-      name: of the block or site. quantity: a key of `QUANTITIES`.
-      values_T: float64; NaN for tokens about which nothing is decided here.
+      name: name of the block or site. quantity: a key of `QUANTITIES`.
+      values_T: float64; NaN for tokens without a decision here.
     """
 
     name: str
@@ -84,13 +84,13 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass
 class TokenMap:
-    """Of T tokens.
+    """The map of T tokens.
 
     Attributes:
-      rows: [Row], in the order in which they compute.
-      served: {name of a row: [T] lists of (expert, weight)} of rows of experts.
-      entropy_T: nats, of the model's distribution of the next token.
-      loss_T: nats, of the next token; NaN where it is not known.
+      rows: [Row], in order of computation.
+      served: {name of a row of experts: [T] lists of (expert, weight)}.
+      entropy_T: entropy of the predicted next token, in nats.
+      loss_T: loss of the next token, in nats; NaN if the token is unknown.
     """
 
     rows: list
@@ -104,17 +104,17 @@ class TokenMap:
 
     @property
     def quantities(self):
-        """{name: Quantity} of the rows that there are, in order; fractions that are all 0 or 1
-        are flags, where there are words for that."""
-        there = {}
+        """{name: Quantity} of the rows, in order. Fractions that are all 0 or 1 become flags if
+        they have words for that."""
+        present = {}
         for name, quantity in QUANTITIES.items():
             rows = list(self.of(name).values())
             if not rows:
                 continue
             if quantity.words and (np.isin(rows, (0.0, 1.0)) | np.isnan(rows)).all():
                 quantity = quantity._replace(kind="flag")
-            there[name] = quantity
-        return there
+            present[name] = quantity
+        return present
 
 
 def token_map(model, variables, ids, keys=None, next_id=None):
@@ -122,28 +122,28 @@ def token_map(model, variables, ids, keys=None, next_id=None):
 
     Args:
       variables: all collections of the model. ids: [T] tokens, at most `model.context` of them.
-      keys: `rngs` of the model, which a stochastic control needs.
-      next_id: the token after these, if it is known.
+      keys: `rngs` of the model, for a stochastic control.
+      next_id: the token after these, or None.
 
-    Raises UsageError if the model decides nothing token by token.
+    Raises: UsageError if the model makes no decision per token.
     """
-    prediction, made = predictions(model, variables, ids, keys)
-    rows, served = rows_of(model, made, len(ids))
+    prediction, decisions = predictions(model, variables, ids, keys)
+    rows, served = rows_of(model, decisions, len(ids))
     if not rows:
         raise UsageError(
             "config.model.depth_routing.kind='none': the model makes no decision per token; use "
-            "one with depth routing, experts, learned dropout, gates or groups of latents"
+            "one with depth routing, experts, learned dropout or gates"
         )
     entropy_T, loss_T = summary(prediction, ids, next_id)
     return TokenMap(rows, served, entropy_T, loss_T)
 
 
-class Made(NamedTuple):
-    """What was decided in one pass.
+class Decisions(NamedTuple):
+    """The decisions of one forward pass.
 
     Attributes:
-      choices: {(path of a module, name): [Choice of each of its calls]}, arrays of NumPy.
-      calls: {path: at which numbers of all calls of modules it was called}.
+      choices: {(path of a module, name): [Choice of each of its calls]}, NumPy arrays.
+      calls: {path of a module: indices of its calls among all calls of modules}.
     """
 
     choices: dict
@@ -151,7 +151,7 @@ class Made(NamedTuple):
 
 
 def predictions(model, variables, ids, keys=None):
-    """(log p [T, V] of the next tokens, on the device; `Made`) by the causal decisions."""
+    """(log p [T, V] of the next tokens, on the device; `Decisions`)."""
     variables = models.unroll_variables(model, variables)
     model, calls = models.unrolled(model).clone(selection="causal"), {}
     counter = itertools.count()
@@ -167,7 +167,7 @@ def predictions(model, variables, ids, keys=None):
         return jax.nn.log_softmax(logits_BTV[0].astype(jnp.float32)), state.get(CHOICES, {})
 
     log_p_TV, tree = run(variables, np.asarray(ids, np.int32)[None], keys or {})
-    return log_p_TV, Made(dict(_choices(jax.device_get(tree), ())), calls)
+    return log_p_TV, Decisions(dict(_choices(jax.device_get(tree), ())), calls)
 
 
 def _choices(tree, path):
@@ -198,90 +198,89 @@ def _entropy_and_loss(log_p_TV, next_T):
 # ---- rows ----------------------------------------------------------------------------------------
 
 
-def rows_of(model, made, length):
-    """([Row], `TokenMap.served`) of all decisions of a pass, in the order in which they were
-    made."""
-    model, found, served = models.unrolled(model), [], {}
+def rows_of(model, decisions, length):
+    """([Row], `TokenMap.served`) of all decisions of a pass, in order of computation."""
+    model, rows, served = models.unrolled(model), [], {}
 
-    def add(place, name, quantity, values_T):
-        found.append((place, Row(name, quantity, values_T)))
+    def add(order, name, quantity, values_T):
+        rows.append((order, Row(name, quantity, values_T)))
 
-    for (path, kind), calls in made.choices.items():
+    for (path, kind), calls in decisions.choices.items():
         for i, choice in enumerate(calls):
             name = row_name(path) + (f" step {i}" if len(calls) > 1 else "")
-            # A module that is used several times reports as often.
-            place = made.calls[path][i * len(made.calls[path]) // len(calls)]
+            # A module that is called several times sows as often.
+            order = decisions.calls[path][i * len(decisions.calls[path]) // len(calls)]
             value_T = on_tokens(model, path, choice, length)
             if kind == "weights":
-                used = made.choices.get((path, "served"))
+                used = decisions.choices.get((path, "served"))
                 used_TE = value_T if used is None else on_tokens(model, path, used[i], length)
                 for quantity, values_T in _of_experts(value_T, used_TE > 0).items():
-                    add(place, name, quantity, values_T)
+                    add(order, name, quantity, values_T)
                 served[name] = [
                     [(int(e), float(value_T[t, e])) for e in np.flatnonzero(used_TE[t] > 0)]
                     for t in range(length)
                 ]
             elif kind == "mlp_computed":
-                add(place, f"{name} mlp", "computed", value_T)
+                add(order, f"{name} mlp", "computed", value_T)
             elif kind != "served":
-                add(place, name, "computed" if kind == "routed" else kind, value_T)
+                add(order, name, "computed" if kind == "routed" else kind, value_T)
     kinds = list(QUANTITIES)
-    found.sort(key=lambda pair: (pair[0], kinds.index(pair[1].quantity)))
-    rows = [row for _, row in found]
-    left = _left_before(rows)
+    rows.sort(key=lambda pair: (pair[0], kinds.index(pair[1].quantity)))
+    rows = [row for _, row in rows]
+    exited = _exited_before(rows)
     rows = [
-        row._replace(values_T=np.where(left.get(row.name, False), np.nan, row.values_T))
+        row._replace(values_T=np.where(exited.get(row.name, False), np.nan, row.values_T))
         for row in rows
     ]
-    return [row for row in rows if row.quantity not in _that_say_nothing(rows)], served
+    redundant = _redundant_quantities(rows)
+    return [row for row in rows if row.quantity not in redundant], served
 
 
-def _left_before(rows):
-    """{step of a recursion: [T] whether an earlier step did not compute the token}. A step chooses
-    among those that the one before computed; about the others it decides nothing, whatever its
-    router makes of them."""
+def _exited_before(rows):
+    """{step of a recursion: [T] whether an earlier step skipped the token}, so that this step made
+    no decision about it."""
     computed = {row.name: row.values_T for row in rows if row.quantity == "computed"}
-    left, left_T = {}, np.array(False)
+    exited, exited_T = {}, np.array(False)
     for name in computed:
         if re.fullmatch(r"recursion_\d+", name):
-            left[name] = left_T
-            left_T = left_T | (computed[name] == 0)
-    return left
+            exited[name] = exited_T
+            exited_T = exited_T | (computed[name] == 0)
+    return exited
 
 
 def _of_experts(weights_TE, used_TE):
-    """{quantity: [T]} of these weights and whether they are used."""
-    there_T, some_T = ~np.isnan(weights_TE[:, 0]), used_TE.any(axis=-1)
+    """{quantity: [T]} from the weights of experts and whether these compute the token."""
+    valid_T, any_T = ~np.isnan(weights_TE[:, 0]), used_TE.any(axis=-1)
     weights_TE = np.where(used_TE, weights_TE, -1.0)
     return {
-        "experts": np.where(there_T, used_TE.sum(axis=-1), np.nan),
-        "expert": np.where(some_T, weights_TE.argmax(axis=-1), np.nan),
-        "heaviest": np.where(some_T, weights_TE.max(axis=-1), np.nan),
+        "experts": np.where(valid_T, used_TE.sum(axis=-1), np.nan),
+        "expert": np.where(any_T, weights_TE.argmax(axis=-1), np.nan),
+        "heaviest": np.where(any_T, weights_TE.max(axis=-1), np.nan),
     }
 
 
-def _that_say_nothing(rows):
-    """Quantities that say nothing of this text: all that are wanted are computed, masks are
-    rounded, nothing lacked room, no choice computes nothing."""
+def _redundant_quantities(rows):
+    """Quantities without information about this text: all selected tokens are computed, masks are
+    0 or 1, no choice is dropped or a no-op."""
     values = {(row.name, row.quantity): row.values_T for row in rows}
     same = {"selected": "computed", "mask": "kept"}
-    nothing = {*same, "full", "noop"}
+    redundant = {*same, "full", "noop"}
     for (name, quantity), values_T in values.items():
         expected_T = values[name, same[quantity]] if quantity in same else 0.0
         if not np.all((values_T == expected_T) | np.isnan(values_T)):
-            nothing.discard(quantity)
-    return nothing
+            redundant.discard(quantity)
+    return redundant
 
 
 def model_parts(model):
-    """[(prefix of its paths, model)] of a model, or of the models that it is composed of."""
+    """[(prefix of its paths, model)] of a model, or of the members of a composed one."""
     if not model.members:
         return [("", model)]
     return [(f"{name}/", member) for name, (member, _) in model.members.items()]
 
 
 def on_tokens(model, path, choice, length):
-    """float64 [T, ...]: the value of a `Choice` at each token, NaN where it has none."""
+    """float64 [T, ...]: the value of a `Choice` at each token; NaN without one."""
     value = np.asarray(choice.value, np.float64)
     parts = model_parts(model)
     prefix, part = next((prefix, part) for prefix, part in parts if path.startswith(prefix))

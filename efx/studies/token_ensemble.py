@@ -1,7 +1,7 @@
-"""What the ensemble of cBTM does with each token of a text: which experts predict the next one.
+"""Token map of a cBTM ensemble: which experts predict the token after each token.
 
-As in its evaluation, the weights for the next token come from the text up to the last multiple of
-`config.ensemble.every` tokens before it. An expert costs a token only where its weight is not 0.
+As in its evaluation, the weights of experts for the next token come from the text up to the last
+multiple of `config.ensemble.every` tokens before it.
 """
 
 import jax
@@ -16,7 +16,7 @@ from efx.studies.token_choices import Row, TokenMap, predictions, rows_of, summa
 
 def weights(ensemble, settings, ids):
     """log w [T, E] for the token after each of these."""
-    # A row of held-out text begins with the end of the document before, which is no text of it.
+    # A row of held-out text begins with the end-of-document token of the previous document.
     text = ids[1:] if ids[0] == ensemble.tokenizer.eot else ids
     before_T = np.arange(1, len(ids) + 1) - (len(ids) - len(text))
     lengths, index_T = np.unique(before_T // settings.every, return_inverse=True)
@@ -27,8 +27,7 @@ def weights(ensemble, settings, ids):
 
 
 def token_map(ensemble, config, ids, next_id=None):
-    """The `TokenMap` of a text, see `token_choices.token_map`. Experts that no token uses are not
-    read.
+    """The `TokenMap` of a text, see `token_choices.token_map`. Unused experts are not loaded.
 
     Args:
       ensemble: `efx.cbtm.ensemble.Ensemble`. config: its `Config`.
@@ -37,7 +36,7 @@ def token_map(ensemble, config, ids, next_id=None):
     w_TE, length = np.exp(log_w_TE.astype(np.float64)), len(ids)
     rows = [Row("experts", "experts", (w_TE > 0).sum(axis=-1).astype(np.float64))]
     rows += [Row("experts", "expert", w_TE.argmax(axis=-1).astype(np.float64))]
-    own, served, mixed_TV = [], {}, None
+    expert_rows, served, mixed_TV = [], {}, None
     served["experts"] = [
         [(int(e), float(w_TE[t, e])) for e in np.flatnonzero(w_TE[t])] for t in range(length)
     ]
@@ -52,11 +51,11 @@ def token_map(ensemble, config, ids, next_id=None):
         experiment, _, params, variables = ensemble.load_expert(j)
         variables = sharding.local({"params": params, **variables})
         keys = evaluation_keys(experiment.config.seed, 0)
-        log_p_TV, made = predictions(experiment.model, variables, ids, keys)
+        log_p_TV, decisions = predictions(experiment.model, variables, ids, keys)
         log_p_TV = log_p_TV + log_w_TE[:, j, None]
         mixed_TV = log_p_TV if mixed_TV is None else jnp.logaddexp(mixed_TV, log_p_TV)
-        for row in rows_of(experiment.model, made, length)[0]:
+        for row in rows_of(experiment.model, decisions, length)[0]:
             values_T = np.where(used_T, row.values_T, np.nan)
-            own.append(Row(f"expert {j} {row.name}", row.quantity, values_T))
+            expert_rows.append(Row(f"expert {j} {row.name}", row.quantity, values_T))
     entropy_T, loss_T = summary(jax.device_put(mixed_TV), ids, next_id)
-    return TokenMap([*rows, *own], served, entropy_T, loss_T)
+    return TokenMap([*rows, *expert_rows], served, entropy_T, loss_T)

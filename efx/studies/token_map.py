@@ -1,13 +1,13 @@
-"""What a model does with each token of a text: a page to explore, or a picture.
+"""Draw the decisions of a model for each token of a text: a page to explore, or a picture.
 
     python -m efx.studies.token_map --workdir runs/mod --text 'def f(x):' --out map.html
 
 For runs with decisions per token: depth routing, experts, learned dropout, gates and composed
 experts; and for a cBTM ensemble. The page shows the text, coloured by the entropy or the loss of
-the next token, and a grid of its tokens by the model's blocks: computed or skipped, fraction kept
-by masks, experts, gates, router scores. Pointing at a token shows its path through the blocks.
---out map.png writes a picture of one quantity, --quantity. The numbers, those of the causal
-decisions of evaluation and sampling, go to a CSV file beside it, a line for each token.
+the next token, and a grid of tokens by blocks: computed or skipped, fraction kept by masks,
+experts, gates, router scores. Pointing at a token shows its path through the blocks.
+--out map.png draws one quantity (--quantity). All numbers, of the causal decisions of evaluation
+and sampling, go to a CSV file beside it with a line for each token.
 """
 
 import csv
@@ -35,7 +35,7 @@ LINE = 64  # tokens in a line of the picture
 
 
 def held_out(data):
-    """(the first tokens of the held-out split, the one after them): as far as one document goes."""
+    """(first tokens of the held-out split, of one document; the token after them)."""
     batch = next(iter(data.eval_batches(1, 1)))
     ids_T, target_T = batch["inputs"][0], batch["targets"][0]
     end = min(HELD_OUT, int(np.sum(batch["weights"][0])))  # a text may be shorter than a row
@@ -46,7 +46,7 @@ def held_out(data):
 
 
 def tokens_of(tokenizer, text, data, context):
-    """(ids, the token after them or None) of --text, or of the held-out split if it is None."""
+    """(ids, next token or None) of --text, or of the held-out split if it is None."""
     ids, after = held_out(data()) if text is None else (_encoded(tokenizer, text), None)
     if not 1 <= len(ids) <= context:
         raise UsageError(f"--text: {len(ids)} tokens; must have from 1 to {context}")
@@ -62,8 +62,8 @@ def _encoded(tokenizer, text):
         raise UsageError(f"--text: {error}") from error
 
 
-def made_of(workdir, text, step=None):
-    """(`TokenMap`, ids, [Piece], what it is a map of in words) of a run folder."""
+def map_of_run(workdir, text, step=None):
+    """(`TokenMap`, ids, [Piece], description of the model) of a run folder."""
     config = config_of_run(workdir)
     if (pathlib.Path(workdir) / CLUSTERS).is_dir():
         from efx import run_settings
@@ -93,7 +93,7 @@ def made_of(workdir, text, step=None):
 
 
 def write_csv(path, made, pieces):
-    """A line for each token; a piece of several tokens is in the line of the first."""
+    """Write a line for each token; a piece of several tokens is in the line of the first."""
     texts = [text for piece in pieces for text in (piece.text, *[""] * (piece.count - 1))]
     columns = {
         "entropy": made.entropy_T,
@@ -108,7 +108,7 @@ def write_csv(path, made, pieces):
 
 
 def describe(made):
-    """Lines of text: what the rows are on average."""
+    """Yield lines with the mean of each row."""
     yield f"  entropy {made.entropy_T.mean():.3f} nats"
     for row in made.rows:
         kind = made.quantities[row.quantity].kind
@@ -125,7 +125,7 @@ def describe(made):
 
 
 def draw(made, pieces, quantity, path):
-    """A picture of the rows of one quantity over the tokens' texts."""
+    """Draw the rows of one quantity over the tokens."""
     import matplotlib.figure  # takes half a second
     from matplotlib import font_manager
     from matplotlib.colors import ListedColormap
@@ -165,20 +165,20 @@ def draw(made, pieces, quantity, path):
         figure.legend(handles=patches, **options)
         figure.suptitle(f"{about.title}: {about.about}", fontsize=9, x=0.01, ha="left")
     else:
-        label = about.title + ",\nover the row's largest" * about.by_row
+        label = about.title + ",\nover the row's maximum" * about.by_row
         colorbar = figure.colorbar(image, ax=list(axes), shrink=0.5, pad=0.01)
-        colorbar.set_label(label, fontsize=8)  # which fits where there are few rows
+        colorbar.set_label(label, fontsize=8)
     figure.savefig(path, dpi=110)
 
 
 def _by_row(values):
-    """Each row over the largest of its absolute values."""
+    """Each row divided by its largest absolute value."""
     largest = np.nanmax(np.abs(values), axis=1, initial=0.0, keepdims=True)
     return values / np.where(largest > 0, largest, 1.0)
 
 
 def _range(values, kind):
-    """(lowest, highest, colour map) of what is shown."""
+    """(lowest value, highest value, colour map) of the picture."""
     if kind == "flag":
         return 0, 1, None
     if kind == "fraction":
@@ -194,8 +194,11 @@ def _range(values, kind):
 
 
 def _ticks(pieces, line, glyphs):
-    """(places in a line of the picture, texts) of the pieces that begin there; `glyphs`: the code
-    points that the font has, others are written as numbers."""
+    """(positions in a line of the picture, texts) of the pieces that begin there.
+
+    Args:
+      glyphs: code points of the font; others are written as numbers.
+    """
     places, texts = [], []
     starts = itertools.accumulate((piece.count for piece in pieces), initial=0)
     for start, piece in zip(starts, pieces, strict=False):
@@ -206,8 +209,7 @@ def _ticks(pieces, line, glyphs):
 
 
 def _drawable(text, glyphs):
-    """A text with numbers for what a font lacks, cut to the length that `visible` leaves: there is
-    no room for longer ones below the picture."""
+    """A text with numbers for characters that the font lacks, cut to the length of `visible`."""
     parts = [c if ord(c) in glyphs else f"u{ord(c):x}" for c in text]
     if sum(map(len, parts)) <= _LONGEST:
         return "".join(parts)
@@ -216,7 +218,7 @@ def _drawable(text, glyphs):
 
 
 def visible(text):
-    """A short text of one line in which white space is seen."""
+    """A short text of one line with visible white space."""
     text = re.sub(r" {4,}", lambda run: f"·×{len(run[0])}", text)
     text = "".join(_SPACES.get(c, c if c.isprintable() else f"\\x{ord(c):02x}") for c in text)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
@@ -230,7 +232,7 @@ _SPACES = {" ": "·", "\n": "↵", "\t": "→"}
 
 
 def sections(made, ids, pieces):
-    """What `page.write_page` takes."""
+    """Sections for `page.write_page`."""
     data = {
         "pieces": [
             {"text": piece.text, "short": visible(piece.text), "count": piece.count}
@@ -288,7 +290,7 @@ def run(arguments):
         raise UsageError(
             "--quantity: a page shows all quantities; use --out with a picture's ending"
         )
-    made, ids, pieces, of = made_of(arguments.workdir, arguments.text, arguments.step)
+    made, ids, pieces, about = map_of_run(arguments.workdir, arguments.text, arguments.step)
     quantity = arguments.quantity or next(iter(made.quantities))
     if quantity not in made.quantities:
         raise UsageError(
@@ -300,11 +302,11 @@ def run(arguments):
         write_csv(numbers, made, pieces)
         if out.suffix == ".html":
             name = pathlib.Path(arguments.workdir).resolve().name
-            about = f"{arguments.command}: {of}, {len(ids)} tokens"
-            page.write_page(out, f"Tokens of {name}", sections(made, ids, pieces), about)
+            source = f"{arguments.command}: {about}, {len(ids)} tokens"
+            page.write_page(out, f"Tokens of {name}", sections(made, ids, pieces), source)
         else:
             draw(made, pieces, quantity, out)
-    print(f"{of}, {len(ids)} tokens: {out} and {numbers}")
+    print(f"{about}, {len(ids)} tokens: {out} and {numbers}")
     print("\n".join(describe(made)))
 
 

@@ -66,34 +66,56 @@ def logits_of(model, tokens_BT, **options):
 
 # ---- modeling_efx.py -----------------------------------------------------------------------------
 
-# Of tests/families.py: between them, and the next, every setting that the file knows but gates.
+# Of tests/families.py. They and OWN cover every setting that the file knows but gates.
 DEFAULT = ("llama_options", "mod_parallel", "mod_context", "moe", "dropout_attention_mod")
 SLOW = set(
     "mup mod_options mod_threshold moe_switch moe_expert_choice mode_staged "
-    "dropout_elementwise_mod dropout_embedding_moe masks_of_one_attention".split()
+    "dropout_elementwise_mod dropout_embedding_moe".split()
 )
-MASKS_OF_ONE_ATTENTION = {
-    "dropout.kind": "attention",
-    "dropout.sites": families.NO_PROBS,
-    "dropout.attention.input": "embedding_linear",
-    "dropout.attention.rounding": "sigmoid",
-    "dropout.attention.granularity": "token",
-    "dropout.attention.num_heads": 2,
-    "attention.window": 9,
-    "attention.rope_scaling.kind": "linear",
-    "attention.rope_scaling.factor": 3.0,
+NORMED = dict(kind="mod", every=1, capacity=0.5, slack=1.0, router_norm="rms")
+OWN = {
+    "masks_of_one_attention": {
+        "dropout.kind": "attention",
+        "dropout.sites": families.NO_PROBS,
+        "dropout.attention.input": "embedding_linear",
+        "dropout.attention.rounding": "sigmoid",
+        "dropout.attention.granularity": "token",
+        "dropout.attention.num_heads": 2,
+        "attention.window": 9,
+        "attention.rope_scaling.kind": "linear",
+        "attention.rope_scaling.factor": 3.0,
+    },
+    "routed_attention": families.dotted(
+        {
+            "depth_routing": dict(target="attention", causal="predictor", kv_for_skipped=True)
+            | NORMED
+        }
+    ),
+    "routed_mlp": families.dotted(
+        {
+            "depth_routing": dict(target="mlp", causal="threshold", skip_mlp=16, **NORMED),
+            "mlp": families.experts(),
+        }
+    ),
+    "routed_mlp_parallel": families.dotted(
+        {"block_kind": "parallel", "depth_routing": dict(target="mlp", causal="aux_loss", **NORMED)}
+    ),
 }
 
 
-@pytest.mark.parametrize("name", families.rows([*DEFAULT, *sorted(SLOW)], SLOW))
+def build(name):
+    """(model, parameters, state) of a row of families or of OWN."""
+    model = families.make(OWN[name] if name in OWN else families.FAMILIES[name].changes)
+    return model, families.random_params(model), families.random_state(model)
+
+
+@pytest.mark.parametrize("name", families.rows([*DEFAULT, *OWN, *sorted(SLOW)], SLOW))
 def test_logits_of_an_export_are_those_of_efx(name, tmp_path, load):
     """Of whole rows; in pieces from the cache, with padding before the texts."""
     import torch
 
     tokens_BT = np.asarray(families.tokens(batch=3))
-    row = families.FAMILIES.get(name)
-    model = families.make(row.changes if row else MASKS_OF_ONE_ATTENTION)
-    params, state = families.random_params(model), families.random_state(model)
+    model, params, state = build(name)
     expected = families.jit(model.apply)({"params": params, **state}, jnp.asarray(tokens_BT))
     hf.save_hf(tmp_path / "new", params, model, state=state.get("state"))
     theirs = load(tmp_path / "new")
@@ -138,10 +160,10 @@ def test_a_routed_block_caches_the_tokens_that_it_computed(mod):
     mod.layers[1].register_forward_hook(count)
     for piece_BT in np.split(np.asarray(families.tokens()), (9, 10, 20), axis=1):
         _, cache = logits_of(mod, piece_BT, past_key_values=cache)
-    held_B = (cache.kept["layers.1.attention"][0] >= 0).sum(dim=1)
+    held_B = (cache.entries["layers.1.attention"][0] >= 0).sum(dim=1)
     assert computed.tolist() == held_B.tolist() and 0 < int(computed.sum()) < 0.8 * 8 * T
-    assert cache.kept["layers.1.attention"][1].shape[1] == int(held_B.max())
-    assert cache.kept["layers.0.attention"][1].shape[1] == T
+    assert cache.entries["layers.1.attention"][1].shape[1] == int(held_B.max())
+    assert cache.entries["layers.0.attention"][1].shape[1] == T
     with pytest.raises(ValueError, match=f"max_position_embeddings={T}"):
         logits_of(mod, families.tokens()[:, :1], past_key_values=cache)
 
@@ -188,23 +210,25 @@ def test_losses_of_micro_batches_add_up_to_that_of_the_batch(mod):
     assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-5)
 
 
-# The documents of these have room for all of their tokens, or for a share of them.
 @pytest.mark.parametrize(
-    "name, has_room",
-    [("mod_context", True), pytest.param("mode_staged", False, marks=pytest.mark.slow)],
+    "name, drops_tokens",
+    [
+        ("mod_context", False),
+        ("routed_mlp", True),
+        pytest.param("mode_staged", True, marks=pytest.mark.slow),
+    ],
 )
-def test_a_packed_row_is_its_documents(name, has_room, tmp_path, load):
-    """The logits are those of efx for packed rows, and where no block is full those of each
-    document alone."""
+def test_a_packed_row_is_its_documents(name, drops_tokens, tmp_path, load):
+    """The logits are those of efx for packed rows; without dropped tokens they are those of each
+    document alone, too (the causal limit of a document has no headroom in packed rows)."""
     import torch
 
-    model, variables = families.build(name), {"params": families.params_of(name)}
-    state = families.state_of(name)
+    model, params, state = build(name)
     tokens_BT = families.tokens(batch=2)
     expected = families.jit(model.apply)(
-        {**variables, **state}, tokens_BT, packed(POSITIONS_T, 2), packed(SEGMENTS_T, 2)
+        {"params": params, **state}, tokens_BT, packed(POSITIONS_T, 2), packed(SEGMENTS_T, 2)
     )
-    hf.save_hf(tmp_path / "new", variables["params"], model, state=state.get("state"))
+    hf.save_hf(tmp_path / "new", params, model, state=state.get("state"))
     theirs = load(tmp_path / "new")
     options = dict(
         position_ids=torch.tensor(POSITIONS_T)[None],
@@ -214,7 +238,7 @@ def test_a_packed_row_is_its_documents(name, has_room, tmp_path, load):
     for document in (1, 2, 3):
         is_here_T = SEGMENTS_T == document
         np.testing.assert_allclose(found[:, is_here_T], expected[:, is_here_T], atol=1e-4)
-        if has_room:
+        if not drops_tokens:
             alone, _ = logits_of(theirs, tokens_BT[:, is_here_T])
             np.testing.assert_allclose(found[:, is_here_T], alone, atol=1e-4)
     assert cache is None

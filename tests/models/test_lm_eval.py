@@ -1,5 +1,5 @@
-"""A run in lm-eval: likelihoods and generated texts are those of lm-eval's own model for
-transformers on the same weights, and those of whole rows without lm-eval."""
+"""A run in lm-eval: log-likelihoods and generated texts equal those of lm-eval's model `hf` on the
+exported weights; scores without lm-eval equal those of whole rows."""
 
 import importlib
 import json
@@ -23,12 +23,12 @@ pytestmark = pytest.mark.usefixtures("one_device")
 T = families.LENGTH
 
 
-def answering(model, params, state=(), devices=1, **options):
+def scorer(model, params, state=(), devices=1, **options):
     axes = {**dict.fromkeys(sharding.MESH_AXES, 1), "data": devices}
     mesh = sharding.make_mesh(axes, jax.local_devices()[:devices])
     setup = build.Setup(None, ByteTokenizer(), model, mesh, sharding.DEFAULT_RULES)
     options = {"batch_size": 4, **options}
-    return scoring.Answering(setup, {"params": params, **dict(state)}, **options)
+    return scoring.Scorer(setup, {"params": params, **dict(state)}, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -55,15 +55,14 @@ def expected_scores(logits_BTV, tokens_BT):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mod_options", "moe", "latent"])
 def test_scores_are_those_of_the_whole_row(name):
-    """Although each is computed in a row that is hardly longer than itself, where routed blocks and
-    experts would have a smaller capacity."""
+    """Although each is computed in a row that is hardly longer than itself."""
     model, params, state = families.build(name), families.params_of(name), families.state_of(name)
     logits_BTV = families.logits_of(name, families.tokens())
     tokens_BT = np.array(families.tokens())
     tokens_BT = np.concatenate([tokens_BT, tokens_BT[:, :1]], axis=1)
     tokens_BT[3, 1] = logits_BTV[3, 0].argmax()
     devices = 2 if name == "mod_options" else 1
-    found = answering(model, params, state, devices).scores(
+    found = scorer(model, params, state, devices).score(
         [(tokens_BT[b, :i].tolist(), tokens_BT[b, i:j].tolist()) for b, i, j in CUTS]
     )
     expected = list(expected_scores(logits_BTV, tokens_BT))
@@ -78,13 +77,15 @@ def test_scores_are_those_of_the_whole_row(name):
 def test_texts_that_are_too_long_lose_their_beginning():
     model, params = families.build("llama_options"), families.params_of("llama_options")
     row = np.asarray(families.tokens())[:2].reshape(-1).tolist()
-    asked = answering(model, params, max_length=16)
-    found = asked.scores([(row[:30], row[30:35]), (row[:1], row[1:17]), (row[18:30], row[30:35])])
+    scoring_model = scorer(model, params, max_length=16)
+    found = scoring_model.score(
+        [(row[:30], row[30:35]), (row[:1], row[1:17]), (row[18:30], row[30:35])]
+    )
     assert found[0].logprob == pytest.approx(found[2].logprob, abs=1e-4)
-    assert [s.tokens for s in found] == [16, 16, 16] and asked.scores([]) == []
-    refused(lambda: asked.scores([(row[:1], row[1:18])]), "continuation of 17 tokens")
-    refused(lambda: asked.scores([(row, [])]), "continuation of 0 tokens")
-    refused(lambda: answering(model, params, devices=2, batch_size=3), "--batch-size=3")
+    assert [s.tokens for s in found] == [16, 16, 16] and scoring_model.score([]) == []
+    refused(lambda: scoring_model.score([(row[:1], row[1:18])]), "continuation of 17 tokens")
+    refused(lambda: scoring_model.score([(row, [])]), "continuation of 0 tokens")
+    refused(lambda: scorer(model, params, devices=2, batch_size=3), "--batch-size=3")
 
 
 @pytest.mark.parametrize("start, eot, prefix", [((7,), 2, 7), ((), None, 0)])
@@ -157,7 +158,7 @@ def library(tmp_path_factory):
         patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
         # Its description of the machine takes half a minute.
         evaluator = importlib.import_module("lm_eval.evaluator")
-        patch.setattr(evaluator, "add_env_call", lambda results: None)
+        patch.setattr(evaluator, "add_env_info", lambda results: None)
         yield module
 
 

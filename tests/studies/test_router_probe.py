@@ -281,7 +281,7 @@ def measure(model, batch, selection="causal"):
     routed = tokens_lib.routed_blocks(model, batch["inputs"].shape[1])
     made = tokens_lib.passes(model, variables, [batch], selection, routed, 0)
     rarity_V = np.arange(families.VOCAB, dtype=float)
-    return variables, *tokens_lib.assembled([batch], made, routed, selection, rarity_V)
+    return variables, *tokens_lib.assemble([batch], made, routed, selection, rarity_V)
 
 
 def batch_of(ids_BT, **more):
@@ -327,7 +327,7 @@ def test_the_selection_of_training_is_the_top_k_of_each_row():
         for row in range(2):
             scores_T, routed_T = (x[tokens.row_N == row] for x in (block.score_N, block.routed_N))
             assert set(np.flatnonzero(routed_T)) == set(np.argsort(-scores_T)[:12])
-        assert block.threshold is None and block.wanted_N is None
+        assert block.threshold is None and block.selected_N is None
 
 
 def test_a_control_selects_by_position_in_the_document():
@@ -420,7 +420,7 @@ def test_runs_that_differ_in_more_than_the_seed_are_refused(monkeypatch):
 def test_runs_of_other_texts_are_refused(monkeypatch):
     records = iter([{"the text": "1"}, {"the text": "2"}])
     made = text(), {"block_1": analysis.Block(1.0 * (noise(0) < 0.5))}
-    monkeypatch.setattr(tokens_lib, "measured", lambda *_: (*made, {"of": next(records)}))
+    monkeypatch.setattr(tokens_lib, "measure", lambda *_: (*made, {"of": next(records)}))
     arguments = types.SimpleNamespace(
         runs=["a", "b"], tokens=2000, selection="causal", step=None, together=False
     )

@@ -14,9 +14,8 @@ tokens a routed block or an expert computes at most ceil(rate * n) + 4, so a tok
 logits in a short text as in a long one, with a cache as without. In a row of packed documents,
 where `position_ids` restart at each document, n counts the tokens of the document.
 
-Arrays carry their axes in their name: B rows, T tokens, S the tokens that are attended to, C the
-tokens that a block computes, D width, N heads, K heads of keys and values, H width of a head,
-E experts, R the features of a head that turn with the position.
+Names of arrays end in their axes: B rows, T tokens, S keys, C tokens that a block computes, D
+width, N heads, K heads of keys and values, H width of a head, E experts, R rotary frequencies.
 """
 
 import functools
@@ -41,7 +40,7 @@ GATES = {
 
 
 class EfxConfig(PretrainedConfig):
-    """What is in config.json.
+    """The contents of config.json.
 
     Args:
       block_kind: how attention A and MLP M make a block, which adds to its input x
@@ -50,10 +49,10 @@ class EfxConfig(PretrainedConfig):
       hidden_act: "gelu", "gelu_tanh" or "swiglu".
       use_bias: in norms and MLPs. attention_bias: "none", "qkv" or "all".
       qk_norm: RMS norm of queries and keys over each "head", over the "width", or "none".
-      attention_scale: factor on the scores. attention_window: positions a query looks back, its own
-        included; 0: all. attention_softcap, logit_softcap: x <- cap tanh(x / cap); 0: off.
+      attention_scale: factor on the scores. attention_window: positions that a query attends to,
+        its own included; 0: all. attention_softcap, logit_softcap: x <- cap tanh(x / cap); 0: off.
       positions: "rope", "learned" or "none".
-      rope: base `theta`, `size` of the part of a head that turns, `kind` of scaling, its numbers.
+      rope: base `theta`, `size` of the rotated part of a head, `kind` of scaling, its numbers.
       blocks: of each block whether it has `rope` and `experts`, and its `capacity`, the
         fraction of a sequence that it computes; None: it is not routed.
       routing: of routed blocks. moe: of blocks with experts. masks: learned dropout. None: none.
@@ -123,49 +122,48 @@ class EfxConfig(PretrainedConfig):
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
 
 
-# ---- some of the tokens ------------------------------------------------------------------------
+# ---- selected tokens ------------------------------------------------------------------------
 
 
-def front(keep_BT):
-    """The places of the entries that are kept, in order, as many columns as the fullest row has.
-
-    Returns: (places [B, C], which of them are kept entries: in shorter rows the last are not).
-    """
-    most = int(keep_BT.sum(dim=1).max())
-    index_BC = torch.argsort((~keep_BT).int(), dim=1, stable=True)[:, :most]
-    return index_BC, keep_BT.gather(1, index_BC)
+def compact(selected_BT):
+    """(indices [B, C] of the selected entries in order, mask [B, C] of the used slots). C is the
+    largest number in a row."""
+    slots = int(selected_BT.sum(dim=1).max())
+    index_BC = torch.argsort((~selected_BT).int(), dim=1, stable=True)[:, :slots]
+    return index_BC, selected_BT.gather(1, index_BC)
 
 
 def take(x_BT, index_BC):
-    """The entries of x [B, T, ...] at these places: [B, C, ...]."""
+    """Entries of x [B, T, ...] at these indices, [B, C, ...]."""
     return x_BT.gather(1, _wide(index_BC, x_BT))
 
 
-def add_at(x_BTD, index_BC, y_BCD):
-    """x with y added at these places."""
+def add(x_BTD, index_BC, y_BCD):
+    """x with y added at these indices."""
     return x_BTD.scatter_add(1, _wide(index_BC, x_BTD), y_BCD.to(x_BTD.dtype))
 
 
 def _wide(index_BC, x):
+    """index [B, C] with trailing axes broadcast to those of x."""
     return index_BC.reshape(*index_BC.shape, *(1,) * (x.ndim - 2)).expand(-1, -1, *x.shape[2:])
 
 
 class EfxCache:
-    """The tokens so far of each row, in the interface of transformers' `Cache`.
+    """KV cache with the interface of transformers' `Cache`.
 
-    Every attention has its own keys and values, with the positions of their tokens: in a routed
-    block those of the tokens that it has computed. Padding is not kept. Entries go by the names of
-    modules, such as "layers.1.attention", so that a copy serves the same model.
+    Every attention has its own keys, values and positions: in a routed block those of the tokens
+    that it computed. Padding is not stored. Keys are names of modules such as "layers.1.attention",
+    so that a copy of the cache serves the same model.
     """
 
-    is_compileable = False  # it grows; `generate` asks a cache that it is given
+    is_compileable = False  # `generate` reads it
     is_croppable = False
 
     def __init__(self):
         self.length = 0  # columns of the input that were read, padding included
-        self.next_B1 = torch.zeros(1, 1, dtype=torch.long)  # the position of each row's next token
-        self.kept = {}  # name of an attention: (positions [B, S], keys, values)
-        self.taken = {}  # name of a routed block, of experts: tokens of each row they have computed
+        self.next_B1 = torch.zeros(1, 1, dtype=torch.long)  # position of each row's next token
+        self.entries = {}  # {name of an attention: (positions [B, S], keys, values)}
+        self.admitted = {}  # {name of a routed block or of experts: computed tokens, [B, 1, ...]}
 
     def advance(self, positions_BT):
         """Count new tokens at these positions, -1 for padding."""
@@ -174,16 +172,17 @@ class EfxCache:
         self.next_B1 = torch.maximum(last_B1 + 1, self.next_B1.to(last_B1.device))
 
     def extend(self, attention, positions_BT, *new):
-        """What the attention has kept, and now the new tokens behind it."""
-        name, new = attention.cache_key, (positions_BT, *new)
-        if name in self.kept:
-            new = tuple(torch.cat(pair, dim=1) for pair in zip(self.kept[name], new, strict=True))
-        if bool((new[0] < 0).any()):
-            index_BC, is_real_BC = front(new[0] >= 0)
-            positions_BS, *rest = (take(y, index_BC) for y in new)
-            new = (positions_BS.masked_fill(~is_real_BC, -1), *rest)
-        self.kept[name] = new
-        return new
+        """Append new tokens to the entries of an attention. Returns all of them."""
+        name, arrays = attention.cache_key, (positions_BT, *new)
+        if name in self.entries:
+            pairs = zip(self.entries[name], arrays, strict=True)
+            arrays = tuple(torch.cat(pair, dim=1) for pair in pairs)
+        if bool((arrays[0] < 0).any()):  # remove padding
+            index_BS, is_real_BS = compact(arrays[0] >= 0)
+            positions_BS, *rest = (take(y, index_BS) for y in arrays)
+            arrays = (positions_BS.masked_fill(~is_real_BS, -1), *rest)
+        self.entries[name] = arrays
+        return arrays
 
     def get_seq_length(self, layer_idx=0):
         return self.length
@@ -201,8 +200,8 @@ class EfxCache:
     def _change_rows(self, change):
         if self.length:
             self.next_B1 = change(self.next_B1)
-        self.taken = {name: change(count) for name, count in self.taken.items()}
-        self.kept = {name: tuple(map(change, arrays)) for name, arrays in self.kept.items()}
+        self.admitted = {name: change(count) for name, count in self.admitted.items()}
+        self.entries = {name: tuple(map(change, arrays)) for name, arrays in self.entries.items()}
 
     def reset(self):
         """Forget all tokens."""
@@ -217,24 +216,23 @@ class EfxCache:
 
 
 def documents_of(positions_BT):
-    """int [B, T]: the number of each token's document in a packed row. A document begins wherever a
-    position is not the one after the last."""
+    """int [B, T]: number of each token's document in a packed row. A document begins where a
+    position does not follow the previous one."""
     is_real_BT = positions_BT >= 0
     before_BT = F.pad(positions_BT.masked_fill(~is_real_BT, -2), (1, 0), value=-2)[:, :-1]
     return (is_real_BT & (positions_BT != before_BT + 1)).cumsum(dim=1)
 
 
 class Tokens(NamedTuple):
-    """Which tokens the rows of an activation are.
+    """The tokens of an activation.
 
     Attributes:
-      positions_BT: positions in the text; -1 for padding, which nothing attends to.
+      positions_BT: positions in the text; -1 for padding and unused slots.
       cache: an `EfxCache`, or None.
-      document_BT: number of the document of each token of packed rows, which have no cache, or
-        None.
-      count_BT: number of tokens of the document up to and including this one that reach a layer
-        inside a routed block; None: positions + 1.
-      mask_input_BTD: what learned dropout reads in place of the activations, or None.
+      document_BT: number of each token's document in packed rows (which have no cache), or None.
+      count_BT: number of tokens of the document up to and including this one that reach the
+        layer; None: positions + 1.
+      mask_input_BTD: input of learned dropout in place of the activations, or None.
     """
 
     positions_BT: torch.Tensor
@@ -243,8 +241,8 @@ class Tokens(NamedTuple):
     count_BT: Any = None
     mask_input_BTD: Any = None
 
-    def at(self, index_BC, is_real_BC):
-        """The tokens at these places, which a routed block computes."""
+    def take(self, index_BC, is_real_BC):
+        """The tokens at these indices."""
         document_BC, count_BC, mask_input_BCD = (
             None if y is None else take(y, index_BC)
             for y in (self.document_BT, self.count_BT, self.mask_input_BTD)
@@ -252,14 +250,14 @@ class Tokens(NamedTuple):
         positions_BC = take(self.positions_BT, index_BC).masked_fill(~is_real_BC, -1)
         return Tokens(positions_BC, self.cache, document_BC, count_BC, mask_input_BCD)
 
-    def keys(self, attention, k_BTKH, v_BTKH):
-        """(positions, keys, values) that an attention reads, which is given those of the tokens."""
+    def with_cached(self, attention, k_BTKH, v_BTKH):
+        """(positions, keys, values) of the tokens in the cache of an attention and these ones."""
         if self.cache is None:
             return self.positions_BT, k_BTKH, v_BTKH
         return self.cache.extend(attention, self.positions_BT, k_BTKH, v_BTKH)
 
-    def shares_document(self, others):
-        """bool [B, T, S]: which of the other tokens are of the same document; None: all are."""
+    def same_document(self, others):
+        """bool [B, T, S]: whether two tokens are of one document; None: all are."""
         if self.document_BT is None:
             return None
         return self.document_BT[:, :, None] == others.document_BT[:, None]
@@ -274,12 +272,12 @@ class Tokens(NamedTuple):
         return count - before.cummax(dim=1).values
 
     def admit(self, module, selected):
-        """Mask of the selected tokens [B, T] or [B, T, E] that fit under the limit of a routed
-        block or of experts, the earlier first, and their number so far."""
+        """(mask of the selected tokens [B, T] or [B, T, E] under the causal limit of a routed block
+        or of experts, the earlier first; their running count)."""
         count_BT = self.positions_BT + 1 if self.count_BT is None else self.count_BT
         limit_BT = torch.ceil(module.rate * count_BT.float() - 1e-3).long()
         limit = _wide(limit_BT + (HEADROOM if self.document_BT is None else 0), selected)
-        before = 0 if self.cache is None else self.cache.taken.get(module.cache_key, 0)
+        before = 0 if self.cache is None else self.cache.admitted.get(module.cache_key, 0)
         mask = selected
         if module.rate < 1:
             excess = self.running_count(selected) + before - limit
@@ -292,7 +290,7 @@ class Tokens(NamedTuple):
             earlier[:, :1] = 0
             mask = selected & (refused == torch.maximum(earlier, offset))
         if self.cache is not None:
-            self.cache.taken[module.cache_key] = before + mask.sum(dim=1, keepdim=True)
+            self.cache.admitted[module.cache_key] = before + mask.sum(dim=1, keepdim=True)
         return mask, before + self.running_count(mask)
 
 
@@ -306,11 +304,11 @@ def make_norm(config):
 
 
 def attend(q_BTNH, positions_BT, keys, scale, window, softcap=0.0, same_BTS=None, mask_probs=None):
-    """Causal attention: a query sees the keys whose position is its own or an earlier one.
+    """Causal attention: a query attends to keys at its own and earlier positions.
 
     Args:
       keys: (positions [B, S], keys [B, S, K, H], values [B, S, K, H]), each for N / K heads.
-      same_BTS: which keys are of the query's document; None: all.
+      same_BTS: whether a key is of the query's document; None: all are.
       mask_probs: (probabilities [B, N, T, S], positions of the keys) -> probabilities, or None.
     """
     key_positions_BS, k_BSKH, v_BSKH = keys
@@ -331,15 +329,15 @@ def attend(q_BTNH, positions_BT, keys, scale, window, softcap=0.0, same_BTS=None
     return torch.einsum("bnts,bsnh->btnh", probs_BNTS.to(v_BSNH.dtype), v_BSNH)
 
 
-def turned(x_BTNH, positions_BT, rope):
-    """Rotary positions (Su et al. 2021, arXiv 2104.09864): feature i of the first R turns together
-    with feature i + R/2."""
+def apply_rope(x_BTNH, positions_BT, rope):
+    """Rotate queries or keys by their positions (RoPE, Su et al. 2021, arXiv 2104.09864): feature i
+    of the first `size` is paired with feature i + size / 2."""
     half = rope["size"] // 2
     exponent_R = torch.arange(half, dtype=torch.float32, device=x_BTNH.device) / half
     frequency_R = rope["theta"] ** -exponent_R
     if rope["kind"] == "linear":
         frequency_R = frequency_R / rope["factor"]
-    elif rope["kind"] == "llama3":  # arXiv 2407.21783: slow turns become slower, fast ones stay
+    elif rope["kind"] == "llama3":  # arXiv 2407.21783: only low frequencies are scaled
         turns_R = rope["original_context"] * frequency_R / (2 * math.pi)
         low, high = rope["low_frequency_factor"], rope["high_frequency_factor"]
         stays_R = ((turns_R - low) / (high - low)).clamp(0, 1)
@@ -371,18 +369,18 @@ class Attention(nn.Module):
             self.probs_dropout = ElementwiseMask(config, config.max_position_embeddings)
 
     def heads(self, y_BTX, norm=None, positions_BT=None):
-        """[B, T, heads * H] -> [B, T, heads, H], normalised, and turned by their positions."""
+        """[B, T, heads * H] -> [B, T, heads, H], normalised and rotated."""
         if norm is not None and self.config.qk_norm == "width":
             y_BTX = norm(y_BTX)
         y_BTNH = y_BTX.unflatten(-1, (-1, self.config.head_dim))
         if norm is not None and self.config.qk_norm == "head":
             y_BTNH = norm(y_BTNH)
         if positions_BT is not None and self.rope is not None:
-            y_BTNH = turned(y_BTNH, positions_BT, self.rope)
+            y_BTNH = apply_rope(y_BTNH, positions_BT, self.rope)
         return y_BTNH
 
     def forward(self, x_BTD, tokens, read=None):
-        """read: (other tokens [B, S, D], their `Tokens`) to attend to in place of x."""
+        """Attend to x, or to `read`: (other states [B, S, D], their `Tokens`)."""
         c, (x_BSD, read_tokens) = self.config, read or (x_BTD, tokens)
         q_BTNH = self.heads(self.query(x_BTD), self.norm_query, tokens.positions_BT)
         k_BSKH = self.heads(self.key(x_BSD), self.norm_key, read_tokens.positions_BT)
@@ -390,18 +388,22 @@ class Attention(nn.Module):
         out_BTNH = attend(
             q_BTNH,
             tokens.positions_BT,
-            read_tokens.keys(self, k_BSKH, v_BSKH),
+            read_tokens.with_cached(self, k_BSKH, v_BSKH),
             c.attention_scale,
             c.attention_window,
             c.attention_softcap,
-            tokens.shares_document(read_tokens),
-            None if self.probs_dropout is None else self.probs_dropout.of_probs,
+            tokens.same_document(read_tokens),
+            None if self.probs_dropout is None else self.probs_dropout.mask_probs,
         )
         return self.out(out_BTNH.flatten(2))
 
 
 class MLP(nn.Module):
-    """`linear` makes its layers; what its calls take after x, the MLP's call takes too."""
+    """Feed-forward layer.
+
+    Args:
+      linear: constructor of its linear layers. Further arguments of a call are passed to these.
+    """
 
     def __init__(self, config, hidden, linear=nn.Linear):
         super().__init__()
@@ -421,7 +423,7 @@ class MLP(nn.Module):
 
 
 class SkipMLP(nn.Module):
-    """A small MLP for the tokens that a routed block does not compute."""
+    """A small MLP for tokens that a routed block skips."""
 
     def __init__(self, config, hidden):
         super().__init__()
@@ -450,10 +452,8 @@ class MoE(nn.Module):
     """Experts in place of an MLP (Shazeer et al. 2017, arXiv 1701.06538).
 
     "token_choice": a token goes to the k experts of the largest probability. "expert_choice"
-    (Zhou et al. 2022, arXiv 2202.09368): experts chose the best tokens in training; whether one
-    takes a token is decided here by the sign of its logit, from that token alone. The last
-    `num_noop` choices are no experts: who makes one keeps its residual.
-
+    (Zhou et al. 2022, arXiv 2202.09368): in training experts selected the best tokens; here an
+    expert selects the tokens with a positive logit. The last `num_noop` choices add nothing.
     """
 
     def __init__(self, config):
@@ -483,10 +483,10 @@ class MoE(nn.Module):
         admitted_BTE, _ = tokens.admit(self, selected_BTE[..., : moe["num_experts"]])
         y_BTD = torch.zeros_like(x_BTD)
         for expert in range(moe["num_experts"]):
-            places = admitted_BTE[..., expert].nonzero(as_tuple=True)
-            weight = weight_BTE[..., expert][places][:, None]
-            y = self.experts(x_BTD[places], expert) * weight.to(x_BTD.dtype)
-            y_BTD = y_BTD.index_put(places, y, accumulate=True)
+            index = admitted_BTE[..., expert].nonzero(as_tuple=True)
+            weight = weight_BTE[..., expert][index][:, None]
+            y = self.experts(x_BTD[index], expert) * weight.to(x_BTD.dtype)
+            y_BTD = y_BTD.index_put(index, y, accumulate=True)
         return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
 
 
@@ -498,7 +498,7 @@ def cosine(angle):
 
 
 class ElementwiseMask(nn.Module):
-    """x * m, m = 0.5 cos(a x + b) + 0.5 with a, b of each feature, or of each position of a key."""
+    """x * m, m = 0.5 cos(a x + b) + 0.5 with a and b per feature, or per position of a key."""
 
     def __init__(self, config, size):
         super().__init__()
@@ -509,8 +509,8 @@ class ElementwiseMask(nn.Module):
     def forward(self, x_BTD, tokens):
         return self.apply_mask(x_BTD, self.mask_frequency, self.mask_phase)
 
-    def of_probs(self, probs_BNTS, positions_BS):
-        """The same of probabilities, which are not normalised again."""
+    def mask_probs(self, probs_BNTS, positions_BS):
+        """Mask attention probabilities, without normalising them again."""
         a, b = (y[positions_BS.clamp(min=0)] for y in (self.mask_frequency, self.mask_phase))
         return self.apply_mask(probs_BNTS, a[:, None, None], b[:, None, None])
 
@@ -536,15 +536,14 @@ class MaskAttention(nn.Module):
             (x_BTD @ matrix).unflatten(-1, (self.heads, -1))
             for matrix in (self.mask_query, self.mask_key, self.mask_value)
         )
-        keys, same_BTS = tokens.keys(self, k_BTNH, v_BTNH), tokens.shares_document(tokens)
+        keys, same_BTS = tokens.with_cached(self, k_BTNH, v_BTNH), tokens.same_document(tokens)
         options = dict(scale=self.scale, window=self.window, same_BTS=same_BTS)
         return attend(q_BTNH, tokens.positions_BT, keys, **options).flatten(2)
 
 
 class AttentionMask(nn.Module):
-    """x * m, m = 0.5 cos(u + b) + 0.5, rounded; u is a `MaskAttention` of x or of what is made once
-    of the model's input embedding ("embedding"), or a linear layer of the latter
-    ("embedding_linear")."""
+    """x * m, m = 0.5 cos(u + b) + 0.5, rounded. u is a `MaskAttention` of x or of the `MaskInput`
+    ("embedding"), or a linear layer of the latter ("embedding_linear")."""
 
     def __init__(self, config):
         super().__init__()
@@ -573,7 +572,7 @@ class AttentionMask(nn.Module):
 
 
 class MaskInput(nn.Module):
-    """What the masks of a model read that is made of its input embedding."""
+    """Input of the masks of all blocks, computed from the input embedding."""
 
     def __init__(self, config):
         super().__init__()
@@ -617,7 +616,7 @@ class Block(nn.Module):
         return x_BTD + self.increment(x_BTD, tokens)
 
     def increment(self, x_BTD, tokens, read=None):
-        """What the block adds. read: as in `Attention`."""
+        """The increment of the residual. read: as in `Attention`."""
         a_BTD = self.attention_increment(x_BTD, tokens, read)
         y_BTD = x_BTD if self.kind == "parallel" else x_BTD + a_BTD
         return a_BTD + self.mlp_increment(y_BTD, tokens)
@@ -641,7 +640,7 @@ class Block(nn.Module):
 
 
 class Predictor(nn.Module):
-    """Whether to compute a token, told from it by a small network."""
+    """A small network that predicts whether a token is selected."""
 
     def __init__(self, width, hidden):
         super().__init__()
@@ -654,7 +653,7 @@ class Predictor(nn.Module):
 
 
 class Threshold(nn.Module):
-    """A running quantile of the scores in training."""
+    """Running quantile of the scores in training."""
 
     def __init__(self):
         super().__init__()
@@ -662,12 +661,12 @@ class Threshold(nn.Module):
 
 
 class RoutedBlock(Block):
-    """A block that computes some of the tokens: x + gate(r) * increment for these, x for others,
-    where r = n(x) w is the router's score and n nothing or an RMS norm.
+    """Mixture of Depths: x + gate(r) * increment for selected tokens, x for others, with the
+    router's score r = w n(x) and n the identity or an RMS norm.
 
-    Each token is selected by itself: r > 0 ("aux_loss"), a small network ("predictor"), or
-    r > theta ("threshold"), under the limit of `Tokens.admit`. With the target "attention" or "mlp"
-    this part of the block is routed, and all tokens pass the other one.
+    A token is selected if r > 0 ("aux_loss"), r > theta ("threshold") or by a small network
+    ("predictor"), under the limit of `Tokens.admit`. With the target "attention" or "mlp" only this
+    part of the block is routed, and all tokens pass the other part.
     """
 
     def __init__(self, config, block):
@@ -706,14 +705,13 @@ class RoutedBlock(Block):
         out_BTD = start_BTD
         if self.skip_mlp is not None:
             out_BTD = out_BTD + self.skip_mlp(x_BTD).masked_fill(mask_BT[..., None], 0)
-        # Without selected tokens C is 0, and nothing is computed.
-        index_BC, is_real_BC = front(mask_BT)
-        inner = tokens._replace(count_BT=count_BT).at(index_BC, is_real_BC)
-        # Skipped tokens may still be attended to by later ones.
+        # C is 0 without selected tokens: nothing is computed.
+        index_BC, is_real_BC = compact(mask_BT)
+        inner = tokens._replace(count_BT=count_BT).take(index_BC, is_real_BC)
         read = (x_BTD, tokens) if self.routing["kv_for_skipped"] else None
         delta_BCD = part(take(x_BTD, index_BC), inner, read)
         gate_BC = GATES[self.routing["gate"]](take(score_BT, index_BC)) * is_real_BC
-        return add_at(out_BTD, index_BC, delta_BCD * gate_BC[..., None].to(delta_BCD.dtype))
+        return add(out_BTD, index_BC, delta_BCD * gate_BC[..., None].to(delta_BCD.dtype))
 
     def decision(self, x_BTD, score_BT):
         if self.predictor is not None:
@@ -727,7 +725,7 @@ class RoutedBlock(Block):
 class EfxForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = EfxConfig
     _no_split_modules = ["Block", "RoutedBlock"]
-    _is_stateful = True  # a cache cannot forget tokens, as assisted generation asks
+    _is_stateful = True  # refuses assisted generation, which removes tokens from the cache
 
     def __init__(self, config):
         super().__init__(config)
@@ -788,7 +786,7 @@ class EfxForCausalLM(PreTrainedModel, GenerationMixin):
           position_ids: positions [B, T] of the new tokens. A row packs several documents if they
             restart in it: no document depends on another one. Such rows are not cached.
           past_key_values: the `EfxCache` of the tokens before, or None.
-          labels: ids [B, T], -100 where none counts; the loss is that of predicting the next token.
+          labels: ids [B, T], -100 for no loss; the loss is that of predicting the next token.
           kwargs: passed to transformers' loss, such as `num_items_in_batch`.
         """
         c, cache = self.config, past_key_values
@@ -877,11 +875,13 @@ class EfxForCausalLM(PreTrainedModel, GenerationMixin):
             logits_to_keep=logits_to_keep,
             **kwargs,
         )
-        # Not every version makes them by the attention mask, as `forward` does.
+        # Not every version derives them from the attention mask, as `forward` does.
         inputs.pop("position_ids", None)
         return inputs
 
     def generate(self, *args, position_ids=None, **kwargs):
         if position_ids is not None:
-            raise ValueError("position_ids: generate counts them by itself; leave them out")
+            raise ValueError(
+                "position_ids: generate derives them from the attention mask; leave them out"
+            )
         return super().generate(*args, **kwargs)

@@ -102,7 +102,7 @@ def probe(arguments):
 
     runs, probes, first = [], [], None
     for workdir in arguments.runs:
-        tokens, blocks, about = tokens_lib.measured(
+        tokens, blocks, about = tokens_lib.measure(
             workdir, arguments.tokens, arguments.selection, arguments.step
         )
         first = first or about

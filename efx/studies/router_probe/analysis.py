@@ -1,11 +1,10 @@
-"""What predicts a choice that was made about tokens: the statistics of a probe, on arrays alone.
+"""Statistics of a probe: which properties of tokens predict the decisions of a router.
 
-A predictor is told by what it knows of a token (its position, its identity, ...). It is fitted to
-one part of the rows and scored on the other, and the other way round, so that every token is scored
-by a fit that has not seen its row. What a predictor explains of a choice is the share of the
-choice's entropy by which it lowers the log loss of the base rate; of a score, R^2. So 0 is what a
-useless predictor gets, and a little below 0 what one gets that has learnt noise. Intervals are of
-95%, by a bootstrap over rows.
+A predictor (position, token id, ...) is fitted to one half of the rows and scored on the other, and
+vice versa, so no token is scored by a fit that has seen its row. "Explained" is, for decisions, the
+fraction of their entropy by which the predictor lowers the log loss of the base rate; for scores,
+R^2. A useless predictor gets 0, one that fits noise slightly less. Intervals are 95%, by a
+bootstrap over rows.
 """
 
 import dataclasses
@@ -19,11 +18,10 @@ from efx.errors import UsageError, extra
 
 DRAWS, LEVEL = 1000, 95
 LEAST_ROWS, LEAST_TOKENS = 8, 1000
-# Rows lie in the order of the text, and neighbours are of one document: the two parts are made of
-# stretches of rows, so that few rows have a neighbour in the other part.
+# Neighbouring rows are often of one document, so the two halves consist of stretches of rows.
 STRETCHES = 10
-BINS = 32  # of equally many tokens, of what is no category
-COARSE = 8  # of these where they are combined with a category
+BINS = 32  # of equally many tokens, for numeric predictors
+COARSE = 8  # bins of a numeric predictor that is combined with a category
 RANKS = 256  # of predictions, for an AUC
 WEIGHT_BINS = 40  # of the histogram of router weights
 # How many tokens without error a cell has beside its own.
@@ -32,13 +30,13 @@ WEIGHTS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """What is known of N tokens.
+    """Properties of N tokens.
 
     Attributes:
-      row_N: the row of each, from 0, in the order of the text.
-      position_N: in its document. token_N, previous_N: ids; -1: the model sees none before it.
-      rarity_N: bits, -log2 of the token's share of the text that was trained on.
-      entropy_N, loss_N: nats, of the model's prediction at the token.
+      row_N: number of the row, in the order of the text.
+      position_N: position in the document. token_N, previous_N: ids; -1: no previous token.
+      rarity_N: -log2 of the token's frequency in the training text, in bits.
+      entropy_N, loss_N: of the model's prediction at the token, in nats.
     """
 
     row_N: np.ndarray
@@ -50,25 +48,25 @@ class Tokens:
     loss_N: np.ndarray
 
     def at(self, there_N):
-        """These of the tokens."""
+        """The tokens of a mask."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return Tokens(**{name: values_N[there_N] for name, values_N in fields.items()})
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """What a block did with N tokens.
+    """Decisions of a block about N tokens.
 
     Attributes:
-      routed_N: 1.0 computed, 0.0 not, NaN: nothing was decided about the token here.
-      wanted_N: the same of what was decided, room or not; None where selection needs no room.
+      routed_N: 1.0 computed, 0.0 skipped, NaN: no decision about the token.
+      selected_N: the same before the causal limit; None under training's selection.
       score_N: the router's score; None without a router.
-      threshold: of the score, above which the causal decision is to compute the token; None where
-        it is not the score that decides.
+      threshold: the causal decision selects tokens with a score above it; None if it does not use
+        the score.
     """
 
     routed_N: np.ndarray
-    wanted_N: np.ndarray | None = None
+    selected_N: np.ndarray | None = None
     score_N: np.ndarray | None = None
     threshold: float | None = None
 
@@ -467,8 +465,8 @@ def check_size(rows, tokens):
 
 
 def _at(block, there_N):
-    """What the block did with these of the tokens."""
-    values = {"routed_N": block.routed_N, "wanted_N": block.wanted_N, "score_N": block.score_N}
+    """The decisions about the tokens of a mask."""
+    values = {"routed_N": block.routed_N, "selected_N": block.selected_N, "score_N": block.score_N}
     there = {name: of_N[there_N] for name, of_N in values.items() if of_N is not None}
     return dataclasses.replace(block, **there)
 
@@ -476,8 +474,8 @@ def _at(block, there_N):
 def of_block(tokens, block, boosting=False):
     """The figures of one block; those of scores and weights are None without a router."""
     rows, overflow = Rows(tokens.row_N), None
-    if block.wanted_N is not None:
-        overflow = rows.mean(block.wanted_N * (1 - block.routed_N))
+    if block.selected_N is not None:
+        overflow = rows.mean(block.selected_N * (1 - block.routed_N))
     result = {
         "tokens": len(tokens.row_N),
         "routed": rows.mean(block.routed_N),

@@ -18,8 +18,8 @@ FORMS = {
 
 
 def combined(values):
-    """One of several runs' figures, of the same form: {mean, spread} of those with an interval,
-    means of numbers; of one run they stay as they are."""
+    """Combine figures of several runs, of the same form: {mean, spread} of those with an interval,
+    means of numbers. Figures of one run are returned unchanged."""
     values = [value for value in values if value is not None]
     if not values or len(values) == 1:
         return values[0] if values else None

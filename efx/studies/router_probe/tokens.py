@@ -1,4 +1,4 @@
-"""What a probe measures: held-out tokens of a run, and what its routed blocks do with them."""
+"""Measurements of a probe: held-out tokens of a run, and the decisions of its routed blocks."""
 
 import itertools
 import pathlib
@@ -17,16 +17,16 @@ from efx.step import evaluation_keys
 from efx.studies.router_probe import analysis
 from efx.studies.token_choices import model_parts, row_name
 
-COUNTED = 1 << 19  # tokens of the training text by which their frequencies are told
+COUNTED = 1 << 19  # tokens of the training text that are counted for frequencies
 
 
-def measured(workdir, wanted, selection="causal", step=None):
-    """(Tokens, {block: Block}, what was probed as plain data) of a finished run.
+def measure(workdir, num_tokens, selection="causal", step=None):
+    """(Tokens, {block: Block}, plain data about the run) of a finished run.
 
     Args:
-      wanted: about how many held-out tokens, whole rows spread evenly over the split; all of them
-        if there are fewer.
-      selection: see `Mode.selection`.
+      num_tokens: approximate number of held-out tokens, whole rows spread evenly over the split;
+        at most all of them.
+      selection: as in `Call`.
     """
     if (pathlib.Path(workdir) / CLUSTERS).is_dir():
         raise UsageError(f"--workdir={workdir} is a folder of cBTM; use the run of one expert")
@@ -45,10 +45,10 @@ def measured(workdir, wanted, selection="causal", step=None):
             "belong to single tokens; probe a run without packing"
         )
     variables = sharding.local({"params": params, **variables})
-    batches = _batches(built, wanted)
-    made = passes(built.model, variables, batches, selection, routed, built.config.seed)
+    batches = _batches(built, num_tokens)
+    outputs = passes(built.model, variables, batches, selection, routed, built.config.seed)
     rarity_V = rarity(built.data, built.config.data, built.tokenizer.vocab_size)
-    tokens, blocks = assembled(batches, made, routed, selection, rarity_V)
+    tokens, blocks = assemble(batches, outputs, routed, selection, rarity_V)
     data = built.data
     about = {
         "run": pathlib.Path(workdir).resolve().name,
@@ -78,7 +78,7 @@ def _provenance(workdir):
 
 
 def routed_blocks(model, length):
-    """{path: (spec, the token of each place or -1 [S], path of the step that it follows or "")}"""
+    """{path: (spec, token [S] of each place or -1, path of the previous recursion step or "")}"""
     model, routed = models.unrolled(model), {}
     for prefix, part in model_parts(model):
         specs = part.blocks()
@@ -96,23 +96,23 @@ def routed_blocks(model, length):
 # ---- passes --------------------------------------------------------------------------------------
 
 
-def _batches(built, wanted):
-    """[batch] of about so many tokens."""
+def _batches(built, num_tokens):
+    """Held-out batches with about this number of tokens."""
     c, length = built.config.evaluate, built.config.data.seq_len
-    rows = max(1, -(-wanted // length))
+    rows = max(1, -(-num_tokens // length))
     size = min(c.batch_size, rows)
     return list(built.data.eval_batches(size, -(-rows // size)))
 
 
 def passes(model, variables, batches, selection, routed, seed):
-    """For each batch {"entropy", "loss": [B, T]; "routed", "selected", "score", what the decision
-    compares with 0, and "router", its score itself: {path: [B, S]}}."""
+    """For each batch {"entropy", "loss": [B, T]; "routed", "selected", "score" (which the decision
+    compares with 0) and "router" (the router's score): {path: [B, S]}}."""
     variables = models.unroll_variables(model, variables)
     model = models.unrolled(model).clone(selection=selection)
     head = model.head_params(variables["params"])
 
     def prediction(row):
-        """(entropy [T], loss [T]) of a row: the logits of one row are in memory at a time."""
+        """(entropy [T], loss [T]) of one row, so that only its logits are in memory."""
         x_TD, target_T = row
         log_p_TV = jax.nn.log_softmax(model.head_fn(head, x_TD).astype(jnp.float32))
         p_TV = jnp.exp(log_p_TV)
@@ -145,7 +145,7 @@ def passes(model, variables, batches, selection, routed, seed):
 
 
 def _sown(tree, path, name):
-    """What was sown at a path under a name, or None."""
+    """The value that was sown at a path under a name, or None."""
     for key in path.split("/"):
         tree = tree.get(key, {})
     (value,) = tree.get(name, (None,))
@@ -155,11 +155,11 @@ def _sown(tree, path, name):
 # ---- tokens --------------------------------------------------------------------------------------
 
 
-def assembled(batches, made, routed, selection, rarity_V):
-    """(Tokens, {block: Block}) of what was measured.
+def assemble(batches, outputs, routed, selection, rarity_V):
+    """(Tokens, {block: Block}) of all batches.
 
     Args:
-      made: of `passes`, by this selection. routed: of `routed_blocks`. rarity_V: of `rarity`.
+      outputs: of `passes` with this selection. routed: of `routed_blocks`. rarity_V: of `rarity`.
     """
     joined = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
     scored_BT = joined["weights"] > 0
@@ -173,42 +173,42 @@ def assembled(batches, made, routed, selection, rarity_V):
         token_N=token_BT[scored_BT],
         previous_N=previous_BT[scored_BT],
         rarity_N=rarity_V[token_BT][scored_BT],
-        entropy_N=_joined(made, "entropy")[scored_BT],
-        loss_N=_joined(made, "loss")[scored_BT],
+        entropy_N=_joined(outputs, "entropy")[scored_BT],
+        loss_N=_joined(outputs, "loss")[scored_BT],
     )
 
     def at_tokens(name, path):
-        """float64 [N], NaN where nothing was decided; None without any."""
-        if path not in made[0][name]:
+        """float64 [N], NaN for tokens without a decision; None if the block has no such values."""
+        if path not in outputs[0][name]:
             return None
         tokens_S, value_BT = routed[path][1], np.full(scored_BT.shape, np.nan)
         there_S = tokens_S >= 0
-        value_BS = np.concatenate([of_batch[name][path] for of_batch in made])
+        value_BS = np.concatenate([of_batch[name][path] for of_batch in outputs])
         value_BT[:, tokens_S[there_S]] = value_BS[:, there_S]
         return value_BT[scored_BT]
 
     blocks = {}
     for path, (spec, _, follows) in routed.items():
         routed_N, router_N = at_tokens("routed", path), at_tokens("router", path)
-        if follows:  # a step decides about the tokens that the step before computed
+        if follows:  # a step decides about the tokens that the previous step computed
             routed_N = np.where(at_tokens("routed", follows) > 0, routed_N, np.nan)
-        wanted_N = threshold = None
+        selected_N = threshold = None
         if selection == "causal":
-            wanted_N = at_tokens("selected", path)
+            selected_N = at_tokens("selected", path)
             if router_N is not None and spec.routing.causal != "predictor":
-                # What is compared with 0 is the score, less the threshold where there is one.
+                # The decision compares score - threshold with 0.
                 threshold = float(np.nanmean(router_N - at_tokens("score", path)))
-        blocks[row_name(path)] = analysis.Block(routed_N, wanted_N, router_N, threshold)
+        blocks[row_name(path)] = analysis.Block(routed_N, selected_N, router_N, threshold)
     return tokens, blocks
 
 
-def _joined(made, name):
-    return np.concatenate([of_batch[name] for of_batch in made]).astype(np.float64)
+def _joined(outputs, name):
+    return np.concatenate([of_batch[name] for of_batch in outputs]).astype(np.float64)
 
 
 def rarity(data, config, vocab_size):
-    """bits [V]: -log2 of the share of each token in what the run was trained on first, by as many
-    batches as have `COUNTED` tokens; of one that does not occur, of half an occurrence."""
+    """bits [V]: -log2 of the frequency of each token in the first `COUNTED` training tokens, where
+    a token that does not occur counts as half an occurrence."""
     batches, count_V = data.train_iterator(), np.zeros(vocab_size)
     for _ in range(-(-COUNTED // (config.batch_size * config.seq_len))):
         batch = next(batches)
