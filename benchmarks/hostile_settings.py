@@ -76,7 +76,7 @@ CASES = {
             "group_size": 4,
             "latents": (2,),
             "level_widths": (8,),
-            "latent_loss.kind": "siglip",
+            "latent_loss.kind": "cosine",
             "decoder_local": 0,
             "decoder_global": 0,
         },

@@ -27,7 +27,7 @@ and depth_routing are those of the latent stack, windows and learned dropout of 
     soft_experts            multi-channel attention with soft experts, in every n-th block of the
                             stack; `tied` as published, or with separate matrices
     dense_former            averages of the states of the stack
-    latent_loss             predicts the next latent: "cosine", "siglip"; weight
+    latent_loss             predicts the next latent: "cosine"; weight
                             `config.losses.latent_prediction`, a number or a warm-up
     mup, initialisation     muP; "spike_no_more"
 

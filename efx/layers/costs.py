@@ -4,16 +4,20 @@ from efx import flops
 from efx.routing.decisions import DECISIONS
 
 
-def attention_flops(b, tokens, pairs, context=None):
+def attention_flops(b, tokens, pairs, context=None, width=None, has_output=True):
     """{component: FLOPs} of an attention with `tokens` queries and `context` keys (None: the same
-    tokens), of which `pairs` (query, key) pairs are scored."""
-    heads = channels(b) * b.attention.num_heads
-    context = tokens if context is None else context
-    return {
-        "attention_projections": flops.matmul(tokens, b.width, 2 * heads * b.attention.head_dim)
-        + flops.matmul(context, b.width, 2 * _kv_width(b)),
-        "attention_scores": flops.attention_scores(pairs, heads, b.attention.head_dim),
-    }
+    tokens), of which `pairs` (query, key) pairs are scored.
+
+    Args:
+      width: of the input; None: that of the block. has_output: it has an output matrix.
+    """
+    heads, width = channels(b) * b.attention.num_heads, width or b.width
+    queries, keys = heads * b.attention.head_dim, tokens if context is None else context
+    projections = flops.matmul(tokens, width, queries) + flops.matmul(keys, width, 2 * _kv_width(b))
+    if has_output:
+        projections += flops.matmul(tokens, queries, b.width)
+    scores = flops.attention_scores(pairs, heads, b.attention.head_dim)
+    return {"attention_projections": projections, "attention_scores": scores}
 
 
 def mlp_flops(b, tokens, selection="train"):

@@ -7,9 +7,9 @@ For channels c = 1..s over the same tokens x [B, T, D]:
 The merge mixes the channels of one token, never tokens (unlike Soft MoE, arXiv 2308.00951), so the
 block is causal. s channels on K / m latents have s (K / m)^2 attention scores in place of K^2.
 
-In the published form (`tied`) all channels have the first matrix of the MLP, the output matrix of
-attention and the gain of the query and key norms in common. All channels are one batched
-computation: axis X of arrays, logical axis "expert".
+In the published form (`tied`) all channels share the first matrix of the MLP, the output matrix of
+attention and the gain of the query and key norms. All channels are one batched computation: axis X
+of arrays, logical axis "expert".
 """
 
 import dataclasses
@@ -67,19 +67,16 @@ class CommonLinear(nn.Module):
 
     @nn.compact
     def __call__(self, x_XCD):
-        def param(name, init, axes, *shape):
-            return parameter(self, name, init, shape, axes).astype(self.dtype)
-
-        channels, _, width = x_XCD.shape
-        init = nn.initializers.normal(self.std)
-        kernel_DF = param("kernel", init, self.axes, width, self.features)
+        (channels, _, width), init = x_XCD.shape, nn.initializers.normal(self.std)
+        kernel_DF = parameter(self, "kernel", init, (width, self.features), self.axes)
         # One product per channel: with one axis for the rows of all channels, devices that split
         # the batch would have to gather it.
-        kernel_XDF = broadcast(kernel_DF, (channels, width, self.features))
+        kernel_XDF = broadcast(kernel_DF.astype(self.dtype), (channels, width, self.features))
         y_XCF = mark_projection(jnp.einsum("XCD,XDF->XCF", x_XCD.astype(self.dtype), kernel_XDF))
         if self.use_bias:
-            bias_F = param("bias", nn.initializers.zeros, self.axes[1:], self.features)
-            y_XCF = y_XCF + broadcast(bias_F, y_XCF.shape)
+            zeros = nn.initializers.zeros
+            bias_F = parameter(self, "bias", zeros, (self.features,), self.axes[1:])
+            y_XCF = y_XCF + broadcast(bias_F.astype(self.dtype), y_XCF.shape)
         return y_XCF
 
 
@@ -110,52 +107,52 @@ class ChannelAttention(Attention):
 
     def _norm_width(self, norm, y, heads):
         y_BTXKH = self._by_channel(y, heads)
-        if not self.tied:
-            axes = dict(in_axes=2, out_axes=2, variable_axes={"params": 0})
-            boxes = dict(split_rngs={"params": True}, metadata_params={nn.PARTITION_NAME: "expert"})
-            own_norms = nn.vmap(lambda norm, y: norm(y), **axes, **boxes)
-            norm = partial(own_norms, norm)
-        normed_BTXH = norm(y_BTXKH.reshape(*y_BTXKH.shape[:3], -1))
-        return jnp.moveaxis(normed_BTXH.reshape(y_BTXKH.shape), 2, 3).reshape(y.shape)
+        y_BTXH = y_BTXKH.reshape(*y_BTXKH.shape[:3], -1)
+        if self.tied:
+            y_BTXH = norm(y_BTXH)
+        else:
+            y_BTXH = nn.vmap(
+                lambda norm, y: norm(y),
+                in_axes=2,
+                out_axes=2,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                metadata_params={nn.PARTITION_NAME: "expert"},
+            )(norm, y_BTXH)
+        return jnp.moveaxis(y_BTXH.reshape(y_BTXKH.shape), 2, 3).reshape(y.shape)
 
     def _out(self, out_BTNH):
         batch, length = out_BTNH.shape[:2]
-        y = jnp.moveaxis(self._by_channel(out_BTNH, self.config.num_heads), 2, 0)
-        y = y.reshape(self.channels, batch, length, -1)
-        y = exchange(y, BY_ROW, BY_CHANNEL)
-        y = y.reshape(self.channels, batch * length, -1)
         use_bias = self.config.bias == "all"
+        y_XBTKH = jnp.moveaxis(self._by_channel(out_BTNH, self.config.num_heads), 2, 0)
+        y_XBTH = exchange(y_XBTKH.reshape(*y_XBTKH.shape[:3], -1), BY_ROW, BY_CHANNEL)
         options = self.width, ("heads", "embed"), self.std_out, use_bias, self.dtype
         out = _linear(self.tied, self.channels, *options, name="out")
-        return out(y).reshape(self.channels, batch, length, self.width)
+        y_XCD = out(y_XBTH.reshape(self.channels, batch * length, -1))
+        return y_XCD.reshape(self.channels, batch, length, self.width)
 
 
 class ChannelMLP(nn.Module):
-    """An MLP for each channel: [X, C, D] -> [X, C, m D / s].
-
-    Attributes:
-      tied: the first matrices, and the last one, are common to all channels.
-    """
+    """An MLP for each channel, or one that all share: [X, C, D] -> [X, C, m D / s]."""
 
     config: BlockConfig
-    hidden: int
-    tied: tuple[bool, bool]
+    is_shared: bool
 
     @nn.compact
     def __call__(self, x_XCD):
-        c, (tied_up, tied_down) = self.config, self.tied
-        channels, features = len(x_XCD), c.soft.features(x_XCD.shape[-1])
+        c, soft, channels = self.config, self.config.soft, len(x_XCD)
+        hidden = soft.shared * c.hidden if self.is_shared else c.hidden
         # The last matrix does not end in the residual: P does.
         options = c.std, c.use_bias, c.dtype
 
         def inward(name):
-            axes = ("embed", "mlp")
-            return _linear(tied_up, channels, self.hidden, axes, *options, name=name)(x_XCD)
+            fields = hidden, ("embed", "mlp"), *options
+            return _linear(self.is_shared or soft.tied, channels, *fields, name=name)(x_XCD)
 
         h_XCF = activate(c.mlp.activation, inward)
         h_XCF = constrain(h_XCF, "act_expert", "expert_batch", "act_mlp")
-        axes = ("mlp", "norm")
-        return _linear(tied_down, channels, features, axes, *options, name="down")(h_XCF)
+        fields = soft.features(x_XCD.shape[-1]), ("mlp", "norm"), *options
+        return _linear(self.is_shared, channels, *fields, name="down")(h_XCF)
 
 
 class SoftMLP(nn.Module):
@@ -165,12 +162,11 @@ class SoftMLP(nn.Module):
 
     @nn.compact
     def __call__(self, h_XBTD):
-        c, soft, width = self.config, self.config.soft, h_XBTD.shape[-1]
+        c, width = self.config, h_XBTD.shape[-1]
         h_XCD = h_XBTD.reshape(len(h_XBTD), -1, width)
-        y_XCD = ChannelMLP(c, c.hidden, (soft.tied, False), name="experts")(h_XCD)
-        if soft.shared:
-            shared = ChannelMLP(c, soft.shared * c.hidden, (True, True), name="shared")
-            y_XCD = y_XCD + shared(h_XCD)
+        y_XCD = ChannelMLP(c, is_shared=False, name="experts")(h_XCD)
+        if c.soft.shared:
+            y_XCD = y_XCD + ChannelMLP(c, is_shared=True, name="shared")(h_XCD)
         y_XCD = constrain(y_XCD, "act_expert", "expert_batch", None)
         # The m D / s features are too few to split over devices.
         out = CommonLinear(width, ("norm", "embed"), c.std_out, c.use_bias, c.dtype, name="out")
@@ -178,29 +174,17 @@ class SoftMLP(nn.Module):
 
 
 class SoftBlock(Block):
-    """A block with soft experts.
-
-    Attributes:
-      norm_context: name of the norm of a context; its own if the context is another stream.
-    """
-
-    norm_context: str = "norm_attention"
+    """A block with soft experts."""
 
     def setup_attention(self):
         c, soft = self.config, self.config.soft
-        kv_channels = 1 if soft.shared_kv else soft.num
-        attention = dataclasses.replace(
-            c.attention,
-            num_heads=c.attention.num_heads * soft.num,
-            num_kv_heads=c.attention.num_kv_heads * kv_channels,
-        )
-        options = dict(channels=soft.num, shared_kv=soft.shared_kv, tied=soft.tied)
-        self.attention = make_attention(
-            c, kind=partial(ChannelAttention, **options), config=attention
-        )
+        heads, kv_heads = c.attention.num_heads * soft.num, c.attention.num_kv_heads
+        kv_heads = kv_heads if soft.shared_kv else kv_heads * soft.num
+        attention = dataclasses.replace(c.attention, num_heads=heads, num_kv_heads=kv_heads)
+        fields = dict(channels=soft.num, shared_kv=soft.shared_kv, tied=soft.tied)
+        kind = partial(ChannelAttention, **fields)
+        self.attention = make_attention(c, kind=kind, config=attention)
         self.norm_attention = make_norm(c)
-        if self.norm_context != "norm_attention":
-            setattr(self, self.norm_context, make_norm(c))
         self.dropout_attention_output = _make_dropout(c, "attention_output")
 
     def setup_mlp(self):
@@ -210,13 +194,13 @@ class SoftBlock(Block):
 
     def __call__(self, x_BTD, call, context=None):
         """`context` = (states [B, S, D], their call, ...): attend to these instead of to x."""
-        c = self.config
+        c, norm = self.config, self.norm_attention
         if context is not None:
-            context = norm_input(c, getattr(self, self.norm_context), context[0]), context[1]
-        a_XBTD = self.attention(norm_input(c, self.norm_attention, x_BTD), call, context)
-        if call.access == "write":
+            context = norm_input(c, norm, context[0]), context[1]
+        a_XBTD = self.attention(norm_input(c, norm, x_BTD), call, context)
+        if a_XBTD is None:  # the call only writes keys and values
             return None
-        a_XBTD = norm_output(c, self.norm_attention, a_XBTD)
+        a_XBTD = norm_output(c, norm, a_XBTD)
         a_XBTD = _with_dropout(self.dropout_attention_output, a_XBTD, call)
         h_XBTD = mlp_input(c, broadcast(x_BTD, a_XBTD.shape), a_XBTD)
         m_XBTD = self.mlp(norm_input(c, self.norm_mlp, constrain(h_XBTD, *BY_CHANNEL)))

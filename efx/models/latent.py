@@ -47,7 +47,6 @@ from efx.layers.config import (
     MuPConfig,
     SoftExpertsConfig,
 )
-from efx.layers.dropout import StandardDropout
 from efx.layers.kv_cache import ALL_GROUPS
 from efx.layers.linear import Embedding, Linear, broadcast
 from efx.layers.stack import REMAT_POLICIES, LayerSpec, Stack, layer_specs
@@ -68,7 +67,7 @@ PerLevel = PiecesOrNone | tuple[PiecesOrNone, ...]
 class LatentLossConfig:
     """The loss `latent_prediction` of the next latent of the stack, see `LatentPrediction`."""
 
-    kind: Literal["none", "cosine", "siglip"] = "none"
+    kind: Literal["none", "cosine"] = "none"
     target_gradient: bool = False  # the predicted latent gets a gradient too
 
 
@@ -99,8 +98,8 @@ class LatentConfig(ModelConfig):
     block_order: Literal["interleaved", "sequence"] = "interleaved"  # "sequence": local ones first
     upsampling: Literal["repeat", "attention"] = "repeat"
     upsampling_norm: bool = True  # norms and output matrix in that attention; published: False
-    # How the latents of the group before fill the early positions of a group: "tile": all of them
-    # again and again; "in_place": each several times in a row.
+    # Early positions of a group repeat the latents of the group before: "tile": all of them again
+    # and again; "in_place": each several times in a row.
     repeat: Literal["tile", "in_place"] = "tile"
     skip: Literal["sum", "lerp"] = "sum"  # "lerp": a skip + (1 - a) x with learned a [D]
     skip_joins: Literal["after", "before"] = "after"  # the blocks of a decoder level
@@ -114,7 +113,7 @@ class LatentConfig(ModelConfig):
     use_bias: bool = False
     tied: bool = True  # the output layer is the token embedding
     initialisation: Initialisation = "gpt2"  # "spike_no_more": sqrt(2 / (5 D)) of each level
-    mup: MuPConfig = MuPConfig()  # logits by D_0, the learning rate of a matrix by its fan-in
+    mup: MuPConfig = MuPConfig()  # `width` and level widths grow in proportion
     depth_routing: DepthRoutingConfig = DepthRoutingConfig()
     soft_experts: SoftExpertsConfig = SoftExpertsConfig()
     dense_former: DenseFormerConfig = DenseFormerConfig()
@@ -126,44 +125,46 @@ class LatentConfig(ModelConfig):
     )
 
     def resolved(self):
-        """With all defaults filled in; raise UsageError if the settings do not fit together."""
-        attention = self.attention.resolved(
-            self.width, self.positions in ("rope", "both"), self.mup, self.use_bias
+        """Fill in all defaults; raise UsageError if the settings do not fit together."""
+        levels, has_rope = len(self.latents), self.positions in ("rope", "both")
+        numbers = {name: getattr(self, name) for name in BLOCK_COUNTS}
+        result = dataclasses.replace(
+            self,
+            attention=self.attention.resolved(self.width, has_rope, self.mup, self.use_bias),
+            mlp=self.mlp.resolved(self.depth, "gelu"),
+            **{name: n if isinstance(n, tuple) else (n,) * levels for name, n in numbers.items()},
         )
-        mlp = self.mlp.resolved(self.depth, "gelu")
-        result = dataclasses.replace(self, attention=attention, mlp=mlp)
-        result.dropout.resolved(self.width, attention.num_heads)
-        result._check_levels()
-        result._check_heads()
+        result.dropout.resolved(self.width, result.attention.num_heads)
+        result._check_levels(levels)
+        result._check_widths()
         check_stack(result, self.depth)
-        if self.depth_routing.needs_token_places:
+        routing = self.depth_routing
+        if routing.needs_token_places:
             raise UsageError(
-                f"{self.depth_routing.where}.train_selection="
-                f"{self.depth_routing.train_selection!r}: not with config.model.family='latent', "
-                "because latents have no token type"
+                f"{routing.where}.train_selection={routing.train_selection!r}: not with "
+                "config.model.family='latent', because latents have no token type"
             )
         return result
 
     def refuse(self, name, message):
         raise UsageError(f"config.model.{name}={getattr(self, name)!r}: {message}")
 
-    def _check_levels(self):
-        levels, pairs = len(self.latents), itertools.pairwise(self.sizes)
-        if not levels or any(after >= before for before, after in pairs):
+    def _check_levels(self, levels):
+        if not levels or any(after >= before for before, after in itertools.pairwise(self.sizes)):
             self.refuse(
                 "latents",
                 "expected the number of latents of a group at each level, decreasing, the first "
                 f"less than config.model.group_size={self.group_size}",
             )
         for name in BLOCK_COUNTS:
-            if len(self.block_counts(name)) != levels:
+            if len(getattr(self, name)) != levels:
                 self.refuse(name, f"expected one number, or {levels}: one per level")
         if len(self.level_widths) != levels:
             self.refuse("level_widths", f"expected {levels} widths: of all levels but the last")
         if len(self.level_heads) not in (0, levels):
             self.refuse("level_heads", f"expected {levels} numbers, one for each of level_widths")
 
-    def _check_heads(self):
+    def _check_widths(self):
         attention, masks = self.attention, self.dropout.attention
         for width, heads in zip(self.level_widths, self.heads, strict=False):
             divisors = {"the head width of the latent stack": attention.head_dim}
@@ -177,11 +178,6 @@ class LatentConfig(ModelConfig):
             if attention.rope_theta:
                 where = f"config.model.positions={self.positions!r}"
                 attention.check_rotary(width // heads, where, f"{width} / {heads}")
-
-    def block_counts(self, name):
-        """The number of blocks of each level."""
-        value = getattr(self, name)
-        return value if isinstance(value, tuple) else (value,) * len(self.latents)
 
     @property
     def sizes(self):
@@ -209,18 +205,16 @@ class LatentConfig(ModelConfig):
 
     def block_runs(self, side, level):
         """(("local" or "global", number of blocks), ...) of a level of "encoder" or "decoder"."""
-        counts = (self.block_counts(f"{side}_{kind}") for kind in ("local", "global"))
-        local, across = (count[level - 1] for count in counts)
+        kinds = "local", "global"
+        local, across = (getattr(self, f"{side}_{kind}")[level - 1] for kind in kinds)
         pairs = min(local, across) if self.block_order == "interleaved" else 0
-        kinds = ["local", "global"] * pairs + ["local"] * (local - pairs)
-        kinds += ["global"] * (across - pairs)
-        return tuple((kind, len(list(run))) for kind, run in itertools.groupby(kinds))
+        order = [*kinds] * pairs + ["local"] * (local - pairs) + ["global"] * (across - pairs)
+        return tuple((kind, len(list(run))) for kind, run in itertools.groupby(order))
 
     def deviations(self, level):
         """Standard deviations of the initial weights of a level, by its width."""
-        return mup.deviations(
-            self.initialisation, self.init_std, self.mup, self.width, self.widths[level]
-        )
+        width = self.widths[level]
+        return mup.deviations(self.initialisation, self.init_std, self.mup, self.width, width)
 
     def stack_block(self, dtype):
         """`BlockConfig` of a block of the latent stack, without experts."""
@@ -244,16 +238,12 @@ class LatentConfig(ModelConfig):
     def _block(self, level, dtype, context):
         width, std = self.widths[level], self.deviations(level).hidden
         compression = self.compression_blocks if self.compression == "transformer" else 1
-        blocks = self.depth_routing.effective_depth(self.depth) + compression * len(self.latents)
-        blocks += sum(sum(self.block_counts(name)) for name in BLOCK_COUNTS)
-        result = self.block(
-            width=width,
-            dropout=self.dropout.resolved(width, self.heads[level]),
-            std=std,
-            std_out=std / (2 * blocks) ** 0.5,
-            dtype=dtype,
-        )
-        return dataclasses.replace(result, context=context)
+        number = self.depth_routing.effective_depth(self.depth) + compression * len(self.latents)
+        number += sum(sum(getattr(self, name)) for name in BLOCK_COUNTS)
+        dropout = self.dropout.resolved(width, self.heads[level])
+        std_out = std / (2 * number) ** 0.5
+        b = self.block(width=width, dropout=dropout, std=std, std_out=std_out, dtype=dtype)
+        return dataclasses.replace(b, context=context)
 
 
 # ---- the latents of a level in a call ----------------------------------------------------------
@@ -264,12 +254,14 @@ class LevelCalls:
     """The latents of one level in a call of the model, as its attentions see them.
 
     Attributes:
+      size: P, the number of latents of a group.
       group: `Call` whose rows are groups, [1 or B*M, P]; decoding: of the new latents, [B, S].
       local, row: of groups, and of whole rows, with memory tokens before them.
       index_BS: number of each latent among those of its row, in time order; -1: none.
       start_B1: the number of latents of the row before this call.
     """
 
+    size: int = struct.field(pytree_node=False)
     group: Call
     local: Call
     row: Call
@@ -285,52 +277,52 @@ def level_calls(c, call, batch, length):
     """
     size_0 = c.group_size
     if call.decode:
-        most, first_B1 = length, jnp.maximum(call.positions_BT[:, :1], 0)
-        stop_B1 = first_B1 + jnp.sum(call.positions_BT >= 0, axis=1, keepdims=True)
+        max_tokens, first_token_B1 = length, jnp.maximum(call.positions_BT[:, :1], 0)
+        stop_token_B1 = first_token_B1 + jnp.sum(call.positions_BT >= 0, axis=1, keepdims=True)
     else:
-        most = c.num_groups(length) * size_0
-        first_B1, stop_B1 = jnp.zeros((1, 1), jnp.int32), length
-    begins_B1 = (first_B1 == 0) & (first_B1 < stop_B1)
+        max_tokens = c.num_groups(length) * size_0
+        first_token_B1, stop_token_B1 = jnp.zeros((1, 1), jnp.int32), length
+    starts_row_B1 = (first_token_B1 == 0) & (first_token_B1 < stop_token_B1)
+    first_group_B1, first_offset_B1 = first_token_B1 // size_0, first_token_B1 % size_0
     result = []
     for level, size in enumerate(c.sizes):
         skipped = size_0 - size  # tokens at the start of a group without a latent
-        start_B1 = first_B1 // size_0 * size + jnp.maximum(first_B1 % size_0 - skipped, 0)
-        index_BS = start_B1 + _range(most // size_0 * size + min(most % size_0, size))
+        start_B1 = first_group_B1 * size + jnp.maximum(first_offset_B1 - skipped, 0)
+        index_BS = start_B1 + _range(max_tokens // size_0 * size + min(max_tokens % size_0, size))
         group_BS, offset_BS = index_BS // size, index_BS % size
         token_BS = group_BS * size_0 + skipped + offset_BS
-        is_new_BS = token_BS < stop_B1
-        row = call.replace(positions_BT=jnp.where(is_new_BS, index_BS, -1))
-        group = call.replace(positions_BT=jnp.where(is_new_BS, offset_BS, -1))
+        is_new_BS = token_BS < stop_token_B1
+        index_BS, offset_BS = (jnp.where(is_new_BS, y, -1) for y in (index_BS, offset_BS))
+        row = call.replace(positions_BT=index_BS)
         if call.decode:
             # The caches keep the largest group of a call: not that of padding.
             number_BS = jnp.where(is_new_BS, ALL_GROUPS + 1 + group_BS, 0)
-            group = group.replace(segment_ids_BT=number_BS)
+            group = call.replace(positions_BT=offset_BS, segment_ids_BT=number_BS)
         else:
-            at_BP = jnp.tile(group.positions_BT.reshape(-1, size), (batch, 1))
-            group = group.replace(positions_BT=at_BP)
+            offset_BP = jnp.tile(offset_BS.reshape(-1, size), (batch, 1))
+            group = call.replace(positions_BT=offset_BP)
         if call.segment_ids_BT is not None:
-            position_BS, segment_ids_BS = (
-                y_BT.reshape(batch, -1, size_0)[:, :, skipped:].reshape(batch, -1)
-                for y_BT in (call.positions_BT, call.segment_ids_BT)
-            )
+            segment_ids_BS = call.segment_ids_BT[:, token_BS[0]]
             group = group.replace(segment_ids_BT=segment_ids_BS.reshape(-1, size))
             # Positions count from the group in which the document begins.
-            first_BS = (token_BS - position_BS) // size_0
+            first_group_BS = (token_BS - call.positions_BT[:, token_BS[0]]) // size_0
             row = row.replace(
-                positions_BT=row.positions_BT - first_BS * size,
+                positions_BT=row.positions_BT - first_group_BS * size,
                 segment_ids_BT=segment_ids_BS,
                 count_BT=selection.running_count(segment_ids_BS > 0, segment_ids_BS),
             )
         # Local memory tokens are computed with each call, global ones when the row begins.
         has_new_B1 = jnp.any(is_new_BS, axis=1, keepdims=True)
         local = _after_memory(group, c.memory_local, has_new_B1)
+        row = _after_memory(row, c.memory_global, starts_row_B1)
         row_size = c.row_length(level, call.cache.size) if call.decode else 0
         result.append(
             LevelCalls(
+                size=size,
                 group=group.with_cache(grouped=True, size=size),
                 local=local.with_cache(grouped=True, size=c.memory_local + size),
-                row=_after_memory(row, c.memory_global, begins_B1).with_cache(size=row_size),
-                index_BS=jnp.where(is_new_BS, index_BS, -1),
+                row=row.with_cache(size=row_size),
+                index_BS=index_BS,
                 start_B1=start_B1,
             )
         )
@@ -345,10 +337,10 @@ def _after_memory(call, count, is_present_B1):
     """The `Call` with `count` memory tokens first, in rows where they are present."""
     if not count:
         return call
-    at_BS = jnp.where(call.positions_BT >= 0, call.positions_BT + count, -1)
+    position_BS = jnp.where(call.positions_BT >= 0, call.positions_BT + count, -1)
     memory_BC = jnp.where(is_present_B1, _range(count), -1)
-    memory_BC = jnp.broadcast_to(memory_BC, (len(at_BS), count))
-    call = call.replace(positions_BT=jnp.concatenate([memory_BC, at_BS], axis=1))
+    memory_BC = jnp.broadcast_to(memory_BC, (len(position_BS), count))
+    call = call.replace(positions_BT=jnp.concatenate([memory_BC, position_BS], axis=1))
     if call.segment_ids_BT is None:
         return call
     before = ((0, 0), (count, 0))
@@ -398,9 +390,9 @@ def with_mask_input(mask_input, x_BSD, call):
     return call.replace(mask_input_BTD=run_layers(mask_input, x_BSD, call))
 
 
-def by_group(x_BSD, size, calls):
+def by_group(x_BSD, calls):
     """[B, M * P, D] -> [B * M, P, D]; decoding: unchanged, its attention keeps groups apart."""
-    return x_BSD if calls.group.decode else x_BSD.reshape(-1, size, x_BSD.shape[-1])
+    return x_BSD if calls.group.decode else x_BSD.reshape(-1, calls.size, x_BSD.shape[-1])
 
 
 class LevelBlocks(nn.Module):
@@ -418,27 +410,28 @@ class LevelBlocks(nn.Module):
     @nn.compact
     def __call__(self, x_BSD, calls):
         c, level, shape = self.config, self.level, x_BSD.shape
-        lengths = {"local": c.sizes[level], "global": c.num_groups(c.context) * c.sizes[level]}
         kind_calls = {"local": calls.local, "global": calls.row}
+        counts = {"local": c.memory_local, "global": c.memory_global}
+        contexts = {"local": c.memory_local + calls.size, "global": c.row_length(level, c.context)}
         blocks, memory = {}, {}
-
-        def with_memory(kind):
-            x = by_group(x_BSD, c.sizes[level], calls) if kind == "local" else x_BSD
-            return prepend(memory[kind], x)
-
         for kind in dict(self.runs):
-            name, count = f"memory_{kind}", getattr(c, f"memory_{kind}")
-            blocks[kind] = b = c.level_block(level, self.dtype, count + lengths[kind])
-            memory[kind] = make_memory(self, name, count, b, c.deviations(level).table)
+            blocks[kind] = b = c.level_block(level, self.dtype, contexts[kind])
+            std = c.deviations(level).table
+            memory[kind] = make_memory(self, f"memory_{kind}", counts[kind], b, std)
             mask_input = learned_dropout.make_mask_input(b, f"mask_input_{kind}")
-            call = with_mask_input(mask_input, with_memory(kind), kind_calls[kind])
-            kind_calls[kind] = call
+            x = self._sequences(kind, memory, x_BSD, calls)
+            kind_calls[kind] = with_mask_input(mask_input, x, kind_calls[kind])
         for i, (kind, number) in enumerate(self.runs):
-            specs, count = (LayerSpec(blocks[kind]),) * number, getattr(c, f"memory_{kind}")
+            specs, count = (LayerSpec(blocks[kind]),) * number, counts[kind]
             stack = Stack(specs, False, c.remat, name=f"{kind}_{i}")
-            y = run_layers(stack, with_memory(kind), kind_calls[kind])
+            x = self._sequences(kind, memory, x_BSD, calls)
+            y = run_layers(stack, x, kind_calls[kind])
             memory[kind], x_BSD = y[:, :count], y[:, count:].reshape(shape)
         return x_BSD
+
+    def _sequences(self, kind, memory, x_BSD, calls):
+        """Rows, or groups for local blocks, after their memory tokens."""
+        return prepend(memory[kind], by_group(x_BSD, calls) if kind == "local" else x_BSD)
 
 
 # ---- encoder levels ----------------------------------------------------------------------------
@@ -470,37 +463,38 @@ class Compress(Block):
 
     def __call__(self, x_BSD, inner, outer):
         """`inner`, `outer`: `LevelCalls` of levels i - 1 and i."""
-        b, c, batch = self.config, self.model, len(x_BSD)
-        size, inner_size, call = c.sizes[self.level], c.sizes[self.level - 1], inner.group
-        skipped = inner_size - size
-
-        def keep(y):
-            """The last P_i positions of each group."""
-            if not call.decode:
-                return y[:, skipped:]
-            group_BS, offset_BS = outer.index_BS // size, outer.index_BS % size
-            return _rows_at(y, group_BS * inner_size + skipped + offset_BS - inner.start_B1)
-
-        x = by_group(x_BSD, inner_size, inner)
+        b, batch, call = self.config, len(x_BSD), inner.group
+        is_perceiver = self.model.compression == "perceiver"
+        x = by_group(x_BSD, inner)
         n = norm_input(b, self.norm_attention, x)
-        if c.compression == "perceiver":
-            at = outer.group.positions_BT
-            queries = outer.group.replace(positions_BT=jnp.where(at >= 0, skipped + at, -1))
+        if is_perceiver:
+            position = outer.group.positions_BT
+            position = jnp.where(position >= 0, inner.size - outer.size + position, -1)
+            queries = outer.group.replace(positions_BT=position)
             # Padding is last in its group: as a key it has a position that no query reaches.
-            keys = call if call.decode else call.replace(positions_BT=_range(inner_size))
-            a, x, call = self.attention(keep(n), queries, (n, keys)), keep(x), outer.group
+            keys = call if call.decode else call.replace(positions_BT=_range(inner.size))
+            a = self.attention(_last_of_groups(n, inner, outer), queries, (n, keys))
+            x, call = _last_of_groups(x, inner, outer), outer.group
         else:
             a = self.attention(n, call)
         h = self.residual(x)
         call = with_mask_input(self.mask_input, h, call)
-        a = with_dropout(
-            self.dropout_attention_output, norm_output(b, self.norm_attention, a), call
-        )
+        a = norm_output(b, self.norm_attention, a)
+        a = with_dropout(self.dropout_attention_output, a, call)
         h = h + a + self.mlp_increment(mlp_input(b, h, a), call)
         if self.blocks is not None:
             h = self.blocks(h, call)
-        h = keep(h) if c.compression == "transformer" else h
+        h = h if is_perceiver else _last_of_groups(h, inner, outer)
         return h.reshape(batch, -1, h.shape[-1])
+
+
+def _last_of_groups(y, inner, outer):
+    """Of the latents of `inner`, the last P of each group, one for each latent of `outer`."""
+    skipped = inner.size - outer.size
+    if not inner.group.decode:
+        return y[:, skipped:]
+    group_BS, offset_BS = outer.index_BS // outer.size, outer.index_BS % outer.size
+    return _rows_at(y, group_BS * inner.size + skipped + offset_BS - inner.start_B1)
 
 
 def _rows_at(y_BSD, index_BC):
@@ -513,12 +507,12 @@ def _change_width(b, width, name=None):
     return Linear(b.width, ("embed", "table"), width**-0.5, b.use_bias, b.dtype, name=name)
 
 
-def add_positions(x_BSD, table, size, calls):
+def add_positions(x_BSD, table, calls):
     """Add the rows of a level's table, if any, by the position in the group."""
     if table is None:
         return x_BSD
     # Only padding of a context shorter than a group lies outside the table.
-    offset_BS = jnp.clip(calls.index_BS % size, 0, table.num_embeddings - 1)
+    offset_BS = jnp.clip(calls.index_BS % calls.size, 0, table.num_embeddings - 1)
     return x_BSD + broadcast(table(offset_BS), x_BSD.shape)
 
 
@@ -534,9 +528,9 @@ class EncoderLevel(nn.Module):
         c, i, compress = self.config, self.level, Compress
         if c.remat != "none":
             compress = nn.remat(Compress, policy=REMAT_POLICIES[c.remat])
-        b = c.level_block(i, self.dtype, c.sizes[i - 1])
+        b = c.level_block(i, self.dtype, inner.size)
         x_BSD = compress(b, c, i, name="compress")(x_BSD, inner, outer)
-        x_BSD = add_positions(x_BSD, table, c.sizes[i], outer)
+        x_BSD = add_positions(x_BSD, table, outer)
         runs = c.block_runs("encoder", i)
         return LevelBlocks(c, i, runs, self.dtype, name="blocks")(x_BSD, outer)
 
@@ -574,14 +568,14 @@ class Upsample(nn.Module):
     def __call__(self, y_BSD, latents, outer):
         """`latents`, `outer`: `LevelCalls` of levels i and i - 1."""
         c, i, batch = self.config, self.level, len(y_BSD)
-        early = c.sizes[i - 1] - c.sizes[i]
+        early = outer.size - latents.size
         linear = _change_width(c.level_block(i - 1, self.dtype), c.widths[i], "linear")
         init = nn.initializers.normal(c.deviations(i - 1).table)
         first_PD = parameter(self, "first", init, (early, c.widths[i]), ("position", "table"))
         z_BSD, first_PD = linear(y_BSD), linear(first_PD.astype(self.dtype))
         if outer.group.decode:
             return self._decode(z_BSD, first_PD, early, latents, outer)
-        z_BMPD = z_BSD.reshape(batch, -1, c.sizes[i], z_BSD.shape[-1])
+        z_BMPD = z_BSD.reshape(batch, -1, latents.size, z_BSD.shape[-1])
         before = repeat_latents(z_BMPD[:, :-1], early, c.repeat)
         if outer.group.segment_ids_BT is not None:
             shape = batch, z_BMPD.shape[1], -1, 1
@@ -595,8 +589,7 @@ class Upsample(nn.Module):
 
     def _decode(self, z_BSD, first_PD, early, latents, outer):
         """The cache holds the last 2 P_i latents of each row; new ones are appended."""
-        c, (batch, _, width) = self.config, z_BSD.shape
-        size, outer_size = c.sizes[self.level], c.sizes[self.level - 1]
+        (batch, _, width), size = z_BSD.shape, latents.size
         shape = batch, 2 * size, width
         cache = self.variable("cache", "latents", jnp.zeros, shape, z_BSD.dtype)
         all_BSD = jnp.concatenate([cache.value, z_BSD], axis=1)
@@ -604,11 +597,11 @@ class Upsample(nn.Module):
             new_B1 = jnp.sum(latents.index_BS >= 0, axis=1, keepdims=True)
             cache.value = _rows_at(all_BSD, new_B1 + _range(2 * size))
         # The latent that each position takes, by its number in the row.
-        group_BS, offset_BS = outer.index_BS // outer_size, outer.index_BS % outer_size
+        group_BS, offset_BS = outer.index_BS // outer.size, outer.index_BS % outer.size
         is_early_BS, early_BS = offset_BS < early, jnp.minimum(offset_BS, early - 1)
-        order_P = repeat_latents(_range(size).reshape(1, 1, size, 1), early, c.repeat).reshape(-1)
-        index_BS = (group_BS - 1) * size + order_P[early_BS]
-        index_BS = jnp.where(is_early_BS, index_BS, group_BS * size + offset_BS - early)
+        order_P = repeat_latents(_range(size).reshape(1, 1, size, 1), early, self.config.repeat)
+        before_BS = (group_BS - 1) * size + order_P.reshape(-1)[early_BS]
+        index_BS = jnp.where(is_early_BS, before_BS, group_BS * size + offset_BS - early)
         y_BSD = _rows_at(all_BSD, 2 * size + index_BS - latents.start_B1)
         is_first_BS = is_early_BS & (group_BS == 0)
         return jnp.where(is_first_BS[..., None], first_PD[early_BS], y_BSD)
@@ -631,13 +624,13 @@ class DecoderLevel(nn.Module):
     def __call__(self, y_BSD, skip_BSD, latents, outer, table):
         c, i = self.config, self.level
         x_BSD = Upsample(c, i, self.dtype, name="upsample")(y_BSD, latents, outer)
-        x_BSD = add_positions(x_BSD, table, c.sizes[i - 1], outer)
-        spread_BSD, joins_before = x_BSD, c.skip_joins == "before"
+        x_BSD = add_positions(x_BSD, table, outer)
+        upsampled_BSD, joins_before = x_BSD, c.skip_joins == "before"
         if joins_before:
             x_BSD = self._join(skip_BSD, x_BSD)
         if c.upsampling == "attention":
             x_BSD = x_BSD if joins_before else skip_BSD + x_BSD
-            x_BSD = x_BSD + self._attention(x_BSD, spread_BSD, outer)
+            x_BSD = x_BSD + self._attention(x_BSD, upsampled_BSD, outer)
         runs = c.block_runs("decoder", i)
         x_BSD = LevelBlocks(c, i - 1, runs, self.dtype, name="blocks")(x_BSD, outer)
         return x_BSD if joins_before else self._join(skip_BSD, x_BSD)
@@ -651,18 +644,16 @@ class DecoderLevel(nn.Module):
         skip_BSD, wide_BSD = skip_BSD.astype(jnp.float32), x_BSD.astype(jnp.float32)
         return (a_11D * skip_BSD + (1 - a_11D) * wide_BSD).astype(x_BSD.dtype)
 
-    def _attention(self, x_BSD, spread_BSD, outer):
-        c, size, call = self.config, self.config.sizes[self.level - 1], outer.group
-        b = c.level_block(self.level - 1, self.dtype, size)
-        x, spread = (by_group(y, size, outer) for y in (x_BSD, spread_BSD))
+    def _attention(self, x_BSD, upsampled_BSD, outer):
+        b = self.config.level_block(self.level - 1, self.dtype, outer.size)
+        x, upsampled, call = by_group(x_BSD, outer), by_group(upsampled_BSD, outer), outer.group
         query, width = x, None
-        if c.upsampling_norm:
-            query, spread = make_norm(b, "norm_queries")(x), make_norm(b, "norm_latents")(spread)
-            width = b.width
-        a = make_attention(b, "attention", width=width)(query, call, (spread, None))
-        dropout = learned_dropout.make_dropout(
-            b, "attention_output", name="dropout_attention_output"
-        )
+        if self.config.upsampling_norm:
+            query, width = make_norm(b, "norm_queries")(x), b.width
+            upsampled = make_norm(b, "norm_latents")(upsampled)
+        a = make_attention(b, "attention", width=width)(query, call, (upsampled, None))
+        site = "attention_output"
+        dropout = learned_dropout.make_dropout(b, site, name=f"dropout_{site}")
         if dropout is not None:
             mask_input = learned_dropout.make_mask_input(b, "mask_input")
             a = dropout(a, with_mask_input(mask_input, x, call))
@@ -673,14 +664,11 @@ class DecoderLevel(nn.Module):
 
 
 class LatentPrediction(nn.Module):
-    """Sow the loss `latent_prediction` of latents x [B, S, D]: predict x_{t+1} by p_t = W x_t.
+    """Sow the loss `latent_prediction` of latents x [B, S, D]: 1 - cos(W x_t, x_{t+1}).
 
-    Over the pairs (t, t + 1) of one document (none: 0), with z_t = x_{t+1} without gradient:
-        cosine  1 - cos(p_t, z_t), as in Mirasol with the cosine as the distance
-        siglip  -sum_s log sigmoid(y_ts (exp(a) cos(p_t, z_s) + b)) with learned a and b, y = 1 for
-                s = t, else -1, over the pairs s of the same row (Zhai et al. 2023, arXiv
-                2303.15343, equation 1)
-    Equal latents have no cosine loss, so its coefficient must be small; siglip tells them apart.
+    The mean over the pairs (t, t + 1) of one document, 0 if there are none; x_{t+1} gets no
+    gradient. Mirasol, with the cosine as the distance. Equal latents have no loss, so its
+    coefficient must be small.
     """
 
     config: LatentLossConfig
@@ -690,26 +678,16 @@ class LatentPrediction(nn.Module):
     @nn.compact
     def __call__(self, x_BSD, segment_ids_BS):
         """segment_ids_BS: documents; 0: padding."""
-        c, width = self.config, x_BSD.shape[-1]
-        linear = Linear(width, ("embed", "heads"), self.std, dtype=self.dtype, name="predict")
-        p_BTD, z_BTD = norms.l2_normalize(linear(x_BSD[:, :-1])), norms.l2_normalize(x_BSD[:, 1:])
+        c, axes = self.config, ("embed", "heads")
+        linear = Linear(x_BSD.shape[-1], axes, self.std, dtype=self.dtype, name="predict")
+        predicted_BTD, target_BTD = linear(x_BSD[:, :-1]), x_BSD[:, 1:]
         if not c.target_gradient:
-            z_BTD = jax.lax.stop_gradient(z_BTD)
-        is_same_BT = segment_ids_BS[:, :-1] == segment_ids_BS[:, 1:]
-        pairs_BT = is_same_BT & (segment_ids_BS[:, 1:] > 0)
-        if c.kind == "cosine":
-            loss_BT = 1.0 - jnp.sum(p_BTD * z_BTD, axis=-1)
-        else:
-            # The initial values of Zhai et al., section 3.2: most pairs do not match.
-            a, b = self._scalar("log_temperature", 2.302585092994046), self._scalar("bias", -10.0)
-            logits_BTS = jnp.exp(a) * jnp.einsum("BTD,BSD->BTS", p_BTD, z_BTD) + b
-            sign_BTS = 2.0 * jnp.eye(logits_BTS.shape[-1])[None] - 1.0
-            loss_BTS = -jax.nn.log_sigmoid(sign_BTS * logits_BTS)
-            loss_BT = jnp.sum(loss_BTS * pairs_BT[:, None], axis=-1)
+            target_BTD = jax.lax.stop_gradient(target_BTD)
+        cosine_BTD = norms.l2_normalize(predicted_BTD) * norms.l2_normalize(target_BTD)
+        loss_BT = 1.0 - jnp.sum(cosine_BTD, axis=-1)
+        before_BT, after_BT = segment_ids_BS[:, :-1], segment_ids_BS[:, 1:]
+        pairs_BT = (before_BT == after_BT) & (after_BT > 0)
         means.sow(self, "losses", "latent_prediction", means.over(loss_BT, pairs_BT))
-
-    def _scalar(self, name, value):
-        return parameter(self, name, nn.initializers.constant(value), (), ())
 
 
 # ---- the model ---------------------------------------------------------------------------------
@@ -738,12 +716,11 @@ class Latent(LanguageModel):
                 Embedding(rows, width, std.table, self.dtype, axes=("position", "table"))
                 for rows, width in zip((first, *c.latents), c.widths, strict=True)
             ]
-        self.token_dropout = self.dropout_embedding = None
         b, stack_std = c.stack_block(self.dtype), c.deviations(len(c.latents)).table
-        if c.dropout.learned:
-            self.dropout_embedding = learned_dropout.make_dropout(b, "embedding")
-        elif c.dropout.active("embedding"):
-            self.token_dropout = StandardDropout(c.dropout.rate)
+        # Learned dropout masks the input of the stack, standard dropout the tokens.
+        dropout, is_learned = learned_dropout.make_dropout(b, "embedding"), c.dropout.learned
+        self.dropout_embedding = dropout if is_learned else None
+        self.token_dropout = None if is_learned else dropout
         levels = range(1, len(c.sizes))
         self.encoder = [EncoderLevel(c, i, self.dtype) for i in levels]
         self.memory = StackMemory((c.memory_global, b, stack_std))
@@ -815,7 +792,7 @@ class Latent(LanguageModel):
             rows_BTD = self.positions_embed[0](jnp.maximum(positions_BT, 0))
             x_BTD = x_BTD + broadcast(rows_BTD, x_BTD.shape)
         elif self.positions_embed:
-            x_BTD = add_positions(x_BTD, self.positions_embed[0], c.group_size, calls)
+            x_BTD = add_positions(x_BTD, self.positions_embed[0], calls)
         if c.embedding_noise and calls.group.train:
             # Jain et al. 2023, arXiv 2310.05914, section 3.
             bound = c.embedding_noise / (length * x_BTD.shape[-1]) ** 0.5
@@ -831,12 +808,12 @@ class Latent(LanguageModel):
         call = with_mask_input(self.mask_input, x_BSD, call)
         x_BSD = with_dropout(self.dropout_embedding, x_BSD, call)
         x_BSD = run_layers(self.layers, x_BSD, call)[:, c.memory_global :]
-        wants_loss = c.latent_loss.kind != "none" and not call.decode
-        if wants_loss and (means.wanted(self) or self.is_initializing()):
-            documents_BS = call.segment_ids_BT
-            if documents_BS is None:
-                documents_BS = call.real(len(x_BSD)).astype(jnp.int32)
-            self.prediction(x_BSD, documents_BS[:, c.memory_global :])
+        has_loss = c.latent_loss.kind != "none" and not call.decode
+        if has_loss and (means.wanted(self) or self.is_initializing()):
+            segment_ids_BS = call.segment_ids_BT
+            if segment_ids_BS is None:
+                segment_ids_BS = call.real(len(x_BSD)).astype(jnp.int32)
+            self.prediction(x_BSD, segment_ids_BS[:, c.memory_global :])
         # Laid out without the memory tokens: XLA for CPUs computed a wrong gradient of the next
         # linear map from a slice of an array that is laid out with them.
         return constrain(x_BSD, "batch", "length", "act_embed")
@@ -857,7 +834,7 @@ class Latent(LanguageModel):
 
     @nn.nowrap
     def stack_length(self, length):
-        return self.config.row_length(-1, length)
+        return self.config.row_length(len(self.config.latents), length)
 
     @nn.nowrap
     def token_of_place(self, path, positions_RS, length):
@@ -877,8 +854,8 @@ class Latent(LanguageModel):
     @nn.nowrap
     def ledger(self, length, selection="train", shares=None):
         """Nominal FLOPs of one row; see `Model.ledger`."""
-        c, groups, level = self.config, self.config.num_groups(length), len(self.config.latents)
-        b, latents = c.stack_block(self.dtype), c.row_length(level, length)
+        c, groups, latents = self.config, self.config.num_groups(length), self.stack_length(length)
+        b = c.stack_block(self.dtype)
         parts = [
             self.head_flops(length, c.widths[0]),
             costs.stack_flops(self.blocks(), latents, selection, shares),
@@ -886,12 +863,10 @@ class Latent(LanguageModel):
         ]
         for i in range(1, len(c.sizes)):
             parts += [_compression_flops(c, i, groups), _upsampling_flops(c, i, groups)]
-            parts += _level_flops(c, "encoder", i, i, groups)
-            parts += _level_flops(c, "decoder", i, i - 1, groups)
+            parts += [_level_flops(c, "encoder", i, groups), _level_flops(c, "decoder", i, groups)]
         if c.latent_loss.kind != "none":
             pairs = groups * c.latents[-1] - 1
-            columns = c.width + pairs * (c.latent_loss.kind == "siglip")
-            parts.append({"latent_prediction": flops.matmul(pairs, c.width, columns)})
+            parts.append({"latent_prediction": flops.matmul(pairs, c.width, c.width)})
         return flops.Ledger(length, flops.add(parts))
 
 
@@ -902,62 +877,59 @@ def _pairs(b, rows, length):
     return rows * flops.causal_pairs(length, b.attention.window)
 
 
-def _level_flops(c, side, level, width_level, groups):
+def _block_parts(b, rows, length):
+    """FLOPs of the parts of a block on `rows` sequences of `length` latents."""
+    tokens, pairs = rows * length, _pairs(b, rows, length)
+    masks = costs.mask_flops(b, tokens, pairs, "attention_output", "mlp_output")
+    return [costs.attention_flops(b, tokens, pairs), costs.mlp_flops(b, tokens), masks]
+
+
+def _renamed(parts, component, scores="level_scores"):
+    """The sum of the FLOPs of parts of blocks, as components of the levels."""
+    names = dict(attention_projections=component, mlp=component, attention_scores=scores)
+    return flops.add({names.get(name, name): n} for part in parts for name, n in part.items())
+
+
+def _level_flops(c, side, level, groups):
     """The local and global blocks of a level of the encoder or the decoder."""
-    b, size, parts = c.level_block(width_level), c.sizes[width_level], []
+    inner = level if side == "encoder" else level - 1
+    b, size, parts = c.level_block(inner), c.sizes[inner], []
     for kind, rows, length in (
         ("local", groups, c.memory_local + size),
         ("global", 1, c.memory_global + groups * size),
     ):
-        if number := c.block_counts(f"{side}_{kind}")[level - 1]:
-            parts.append(_blocks_flops(b, "levels", number, rows, length))
+        if number := getattr(c, f"{side}_{kind}")[level - 1]:
+            parts += _block_parts(b, number * rows, length)
             parts.append(costs.mask_input_flops(b, rows * length, _pairs(b, rows, length)))
-    return parts
-
-
-def _blocks_flops(b, component, number, rows, length):
-    """`number` blocks on `rows` sequences of `length` latents."""
-    names = {"attention_scores": "level_scores", "attention_projections": component}
-    one = costs.stack_flops({"": LayerSpec(b)}, length, "train")
-    parts = [{names.get(name, name): value} for name, value in one.items() if name != "mlp"]
-    total = flops.add([*parts, {component: one["mlp"]}])
-    return {name: number * rows * value for name, value in total.items()}
-
-
-def _attention_flops(b, queries, keys, width, pairs, has_output=True):
-    """(projections, scores) of an attention whose inputs have this width."""
-    a = b.attention
-    heads, kv_heads = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    work = flops.matmul(queries, width, heads) + flops.matmul(keys, width, 2 * kv_heads)
-    work += flops.matmul(queries, heads, b.width) * has_output
-    return work, flops.attention_scores(pairs, a.num_heads, a.head_dim)
+    return _renamed(parts, "levels")
 
 
 def _compression_flops(c, level, groups):
-    b, size, inner = c.level_block(level), c.sizes[level], c.sizes[level - 1]
-    computed, width, more, scores = groups * inner, c.widths[level - 1], {}, "level_scores"
-    pairs = mask_pairs = _pairs(b, groups, inner)
+    b, size, inner, parts = c.level_block(level), c.sizes[level], c.sizes[level - 1], []
+    width, places, scores = c.widths[level - 1], groups * inner, "level_scores"
+    computed, pairs, mask_pairs = places, _pairs(b, groups, inner), _pairs(b, groups, inner)
     if c.compression == "perceiver":
-        computed, scores = groups * size, "compression_scores"
-        pairs, mask_pairs = pairs - _pairs(b, groups, inner - size), _pairs(b, groups, size)
+        computed, mask_pairs, scores = groups * size, _pairs(b, groups, size), "compression_scores"
+        pairs -= _pairs(b, groups, inner - size)
     else:
-        more = _blocks_flops(b, "compression", c.compression_blocks - 1, groups, inner)
-    work, seen = _attention_flops(b, computed, groups * inner, width, pairs)
-    work += flops.matmul(computed, width, b.width) + costs.mlp_flops(b, computed)["mlp"]
-    masks = costs.mask_flops(b, computed, mask_pairs, "attention_output", "mlp_output")
-    mask_input = costs.mask_input_flops(b, computed, mask_pairs)
-    return flops.add([{"compression": work, scores: seen}, masks, mask_input, more])
+        parts = _block_parts(b, (c.compression_blocks - 1) * groups, inner)
+    parts += [
+        {"compression": flops.matmul(computed, width, b.width)},
+        costs.attention_flops(b, computed, pairs, places, width),
+        costs.mlp_flops(b, computed),
+        costs.mask_flops(b, computed, mask_pairs, "attention_output", "mlp_output"),
+        costs.mask_input_flops(b, computed, mask_pairs),
+    ]
+    return _renamed(parts, "compression", scores)
 
 
 def _upsampling_flops(c, level, groups):
     b, size = c.level_block(level - 1), c.sizes[level - 1]
     parts = [{"upsampling": flops.matmul(groups * c.sizes[level], c.widths[level], b.width)}]
     if c.upsampling == "attention":
-        computed, pairs = groups * size, _pairs(b, groups, size)
-        options = b.width, pairs, c.upsampling_norm
-        work, seen = _attention_flops(b, computed, computed, *options)
-        parts.append({"upsampling": work, "level_scores": seen})
+        tokens, pairs = groups * size, _pairs(b, groups, size)
+        parts.append(costs.attention_flops(b, tokens, pairs, has_output=c.upsampling_norm))
         if b.dropout.active("attention_output"):
-            parts.append(costs.mask_flops(b, computed, pairs, "attention_output"))
-            parts.append(costs.mask_input_flops(b, computed, pairs))
-    return flops.add(parts)
+            parts.append(costs.mask_flops(b, tokens, pairs, "attention_output"))
+            parts.append(costs.mask_input_flops(b, tokens, pairs))
+    return _renamed(parts, "upsampling")

@@ -226,7 +226,7 @@ def latent(draw):
     changes |= {
         "group_size": group_size, "latents": latents, "level_widths": (8, 12)[:levels],
         "level_heads": (2, 2)[:levels], "mlp.activation": draw(st.sampled_from([None, "swiglu"])),
-        "latent_loss.kind": draw(st.sampled_from(["none", "cosine", "siglip"])),
+        "latent_loss.kind": draw(st.sampled_from(["none", "cosine"])),
     }  # fmt: skip
     changes["attention.num_kv_heads"] = draw(st.sampled_from([0, 1]))
     changes |= stack(draw, draw(st.sampled_from([1, 2, 3, 3])), by_type=False)

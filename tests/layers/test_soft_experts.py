@@ -45,55 +45,47 @@ def reference(c, p, x):
     heads, kv_heads = c.attention.num_heads, c.attention.num_kv_heads
     group = heads // kv_heads
 
-    def own(value, i, ndim):
-        return value[i] if value.ndim > ndim else value
-
     def linear(p, x, i=0):
-        return x @ own(p["kernel"], i, 2) + (own(p["bias"], i, 1) if "bias" in p else 0.0)
+        kernel, bias = p["kernel"], p.get("bias", np.zeros(1))
+        return x @ (kernel[i] if kernel.ndim > 2 else kernel) + (bias[i] if bias.ndim > 1 else bias)
 
     def rms(p, x, i=0):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + c.norm_eps) * own(p["scale"], i, 1)
+        scale = p["scale"][i] if p["scale"].ndim > 1 else p["scale"]
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + c.norm_eps) * scale
 
     def norm(p, x):
         centre = x.mean(-1, keepdims=True) if c.norm == "layernorm" else 0.0
         return rms(p, x - centre) + p.get("bias", 0.0)
 
-    def hidden(p, x, i):
+    def mlp(p, x, i):
         up = linear(p["up"], x, i)
         if c.mlp.activation == "swiglu":
             gate = linear(p["gate"], x, i)
-            return gate / (1.0 + np.exp(-gate)) * up
-        return 0.5 * up * (1.0 + special.erf(up / np.sqrt(2.0)))
+            return linear(p["down"], gate * special.expit(gate) * up, i)
+        return linear(p["down"], 0.5 * up * (1.0 + special.erf(up / np.sqrt(2.0))), i)
 
-    attention, mlp, normed = p["attention"], p["mlp"], norm(p["norm_attention"], x)
-    query = linear(attention["query"], normed)
-    query = query.reshape(B, T, kv_heads, s, group, width)
+    attention, n = p["attention"], norm(p["norm_attention"], x)
+    query = linear(attention["query"], n).reshape(B, T, kv_heads, s, group, width)
     key, value = (
-        np.broadcast_to(
-            linear(attention[name], normed).reshape(B, T, kv_heads, -1, width),
-            (B, T, kv_heads, s, width),
-        )
-        for name in ("key", "value")
+        linear(attention[name], n).reshape(B, T, kv_heads, -1, width) for name in ("key", "value")
     )
     ys = []
     for i in range(s):
-        q, k = query[:, :, :, i], key[:, :, :, i]
+        q, k, v = (
+            query[:, :, :, i],
+            key[:, :, :, i % key.shape[3]],
+            value[:, :, :, i % key.shape[3]],
+        )
         if c.attention.qk_norm == "width":
             q = rms(attention["norm_query"], q.reshape(B, T, -1), i).reshape(q.shape)
             k = rms(attention["norm_key"], k.reshape(B, T, -1), i).reshape(k.shape)
-        out = np.zeros((B, T, heads, width))
-        for n in range(heads):
-            scores = np.einsum("bth,bsh->bts", q[:, :, n // group, n % group], k[:, :, n // group])
-            scores = np.where(np.tri(T, dtype=bool), scores / np.sqrt(width), -np.inf)
-            out[:, :, n] = special.softmax(scores, -1) @ value[:, :, n // group, i]
-        h = x + linear(attention["out"], out.reshape(B, T, heads * width), i)
+        scores = np.einsum("btkgh,bskh->bkgts", q, k) / np.sqrt(width)
+        probs = special.softmax(np.where(np.tri(T, dtype=bool), scores, -np.inf), -1)
+        out = np.einsum("bkgts,bskh->btkgh", probs, v).reshape(B, T, heads * width)
+        h = x + linear(attention["out"], out, i)
         n = norm(p["norm_mlp"], h)
-        z = sum(
-            linear(mlp[name]["down"], hidden(mlp[name], n, i), i)
-            for name in ("experts", "shared")
-            if name in mlp
-        )
-        ys.append(h + linear(mlp["out"], z))
+        parts = [p["mlp"][name] for name in ("experts", "shared") if name in p["mlp"]]
+        ys.append(h + linear(p["mlp"]["out"], sum(mlp(part, n, i) for part in parts)))
     y = np.stack(ys)
     merged = {"softmax": (special.softmax(y, 0) * y).sum(0), "mean": y.mean(0), "max": y.max(0)}
     return merged[c.soft.merge] - x
@@ -122,25 +114,23 @@ def test_a_block_equals_its_formula(changes):
     np.testing.assert_allclose(result, expected, atol=2e-5 * np.abs(expected).max())
 
 
-def test_tied_channels_have_three_parameters_in_common():
+def test_tied_channels_share_three_parameters():
     """The published form: the first matrices of the MLP, the output matrix of attention and the
     gains of queries and keys; separate ones are s times as many."""
-    own, tied = (
-        {
-            jax.tree_util.keystr(path, simple=True, separator="/"): leaf.size
-            for path, leaf in jax.tree_util.tree_leaves_with_path(block({**GROUPED, **changes})[1])
+
+    def sizes(changes):
+        leaves = jax.tree_util.tree_leaves_with_path(block({**GROUPED, **changes})[1])
+        return {
+            jax.tree_util.keystr(path, simple=True, separator="/"): x.size for path, x in leaves
         }
-        for changes in (OWN, {})
-    )
-    common = {name for name in own if own[name] == 3 * tied[name]}
-    assert common == {
-        "attention/norm_key/scale",
-        "attention/norm_query/scale",
-        "attention/out/kernel",
-        "mlp/experts/gate/kernel",
-        "mlp/experts/up/kernel",
-    }
-    assert all(own[name] == tied[name] for name in own.keys() - common)
+
+    own, tied = sizes(OWN), sizes({})
+    shared = {name for name in own if own[name] != tied[name]}
+    mlp = {"mlp/experts/gate/kernel", "mlp/experts/up/kernel"}
+    norms = {"attention/norm_key/scale", "attention/norm_query/scale"}
+    assert shared == {"attention/out/kernel"} | mlp | norms
+    assert all(own[name] == 3 * tied[name] for name in shared)
+    assert tied["mlp/experts/down/kernel"] == 3 * 12 * 8  # a matrix [F, m D / s] for each channel
 
 
 def test_channels_in_bfloat16_are_merged_in_float32():

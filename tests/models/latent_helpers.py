@@ -3,15 +3,16 @@
 import families
 import numpy as np
 
-LEVELS = {  # group size, latents, widths and heads of the levels below the stack's
-    1: {"group_size": 6, "latents": (3,), "level_widths": (8,), "level_heads": (2,)},
-    2: {"group_size": 8, "latents": (4, 2), "level_widths": (8, 12), "level_heads": (1, 2)},
-    3: {
-        "group_size": 8,
-        "latents": (4, 2, 1),
-        "level_widths": (8, 8, 12),
-        "level_heads": (2, 1, 2),
-    },
+
+def _levels(group_size, latents, widths, heads):
+    names = "group_size", "latents", "level_widths", "level_heads"
+    return dict(zip(names, (group_size, latents, widths, heads), strict=True))
+
+
+LEVELS = {
+    1: _levels(6, (3,), (8,), (2,)),
+    2: _levels(8, (4, 2), (8, 12), (1, 2)),
+    3: _levels(8, (4, 2, 1), (8, 8, 12), (2, 1, 2)),
 }
 SMALL = {"family": "latent", "width": 16, "attention.num_heads": 2, "depth": 1, "positions": "both"}
 MEMORY = {

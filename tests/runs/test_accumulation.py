@@ -61,7 +61,7 @@ VARIANTS = {
         level_heads=(2,),
         encoder_local=0,
         decoder_global=0,
-        latent_loss=dict(kind="siglip"),
+        latent_loss=dict(kind="cosine"),
         adapter=INCLUDED | dict(sites=".*/(query|up)"),  # of attention and MLP
     ),
 }
