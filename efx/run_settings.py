@@ -79,7 +79,7 @@ class Config:
     train_flops: NonNegative = 0.0
     data: DataConfig = DataConfig()
     init: InitConfig = InitConfig()
-    model: object = DecoderConfig()  # the block of a family, see efx/models/families.py
+    model: object = DecoderConfig()  # the block of a family, see efx/models/__init__.py
     adapter: AdapterConfig = AdapterConfig()
     losses: LossesConfig = LossesConfig()
     train: TrainConfig = TrainConfig()

@@ -81,18 +81,18 @@ class LayerSpec:
         return {"": self}
 
 
-def layer_specs(b, c):
+def layer_specs(b, c, kind=LayerSpec):
     """The layers of the stack of a family.
 
     Args:
       b: `BlockConfig` of a block without experts.
       c: resolved config of the family, with `depth`, `mlp`, `depth_routing`, `soft_experts`.
+      kind: `LayerSpec`, or a subclass with another `make_block`.
     """
-    layers = tuple(stream_specs(b, c, c.depth, c.depth_routing.routed_blocks(c.depth)))
+    layers = tuple(stream_specs(b, c, c.depth, c.depth_routing.routed_blocks(c.depth), kind))
     if c.depth_routing.kind != "recursion":
         return layers
-    shared = tuple(spec.block for spec in layers[1:-1])
-    return layers[0], *recursion_steps(c.depth_routing, shared), layers[-1]
+    return layers[0], *recursion_steps(c.depth_routing, layers[1:-1]), layers[-1]
 
 
 def stream_specs(b, c, depth, capacities, kind=LayerSpec, **fields):
@@ -259,11 +259,10 @@ class Stack(nn.Module):
         return x_BTD
 
     def _shared_blocks(self, step):
-        specs = map(LayerSpec, step.blocks)
         return SharedBlocks(
             tuple(
                 _layer_class(spec, self.remat, scanned=False)(spec, name=f"block_{i}")
-                for i, spec in enumerate(specs, 1)
+                for i, spec in enumerate(step.shared, 1)
             )
         )
 

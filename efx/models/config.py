@@ -1,4 +1,4 @@
-"""What the configs of model families have in common; `efx.models` has the table of families."""
+"""Settings that model families share; `efx.models` has the table of families."""
 
 from typing import ClassVar
 
@@ -7,10 +7,13 @@ from efx.layers.config import (
     AttentionConfig,
     BlockConfig,
     BlockKind,
+    DenseFormerConfig,
     DropoutConfig,
+    Initialisation,
     MLPConfig,
     MuPConfig,
     Remat,
+    SoftExpertsConfig,
 )
 from efx.routing.config import DepthRoutingConfig
 from efx.settings import Count, Natural, NonNegative, Pieces, Places, Positive, block
@@ -24,12 +27,13 @@ MOST_BLOCKS = 1000  # without `scan_layers`, where each is compiled separately
 class ModelConfig:
     """Settings of `config.model` of all families but bridged ones.
 
-    A resolved config, `resolved()`, has every field filled in; the module of the model holds one.
+    Families add fields, among them `norm` and `use_bias`, and `resolved()`: the config with every
+    field filled in, which the model holds.
     """
 
     # Values in families without these settings.
-    depth_routing: ClassVar[DepthRoutingConfig] = DepthRoutingConfig()
-    mup: ClassVar[MuPConfig] = MuPConfig()
+    soft_experts: ClassVar[SoftExpertsConfig] = SoftExpertsConfig()
+    dense_former: ClassVar[DenseFormerConfig] = DenseFormerConfig()
     member_runs: ClassVar[tuple] = ()
 
     context: Places = 0  # longest sequence; 0: data.seq_len
@@ -47,6 +51,14 @@ class ModelConfig:
     vocab_multiple: Natural = 0
     scan_layers: bool = False  # one compiled layer for all: compiles faster, runs a little slower
     remat: Remat = "none"  # "full", "dots": recompute activations in the backward pass
+    # "gpt2": all weights N(0, init_std^2); "spike_no_more": N(0, 2 / (5 width)).
+    initialisation: Initialisation = "gpt2"
+    mup: MuPConfig = MuPConfig()
+    depth_routing: DepthRoutingConfig = DepthRoutingConfig()
+
+    def refuse(self, name, message):
+        """Raise UsageError for the value of a setting."""
+        raise UsageError(f"config.model.{name}={getattr(self, name)!r}: {message}")
 
     @property
     def mup_ratio(self):
@@ -54,19 +66,21 @@ class ModelConfig:
         return self.mup.width_ratio(self.width)
 
     def block(self, **fields):
-        """The `BlockConfig` of a resolved config with these further fields."""
-        fields = dict(width=self.width, attention=self.attention, dropout=self.dropout) | fields
-        fields.setdefault("router_scale", self.mup_ratio)
-        fields.setdefault("hidden", self.mlp.hidden_size(fields["width"]))
-        return BlockConfig(
+        """`BlockConfig` of a block of a resolved config, without experts, with these fields."""
+        settings = dict(
             kind=self.block_kind,
+            width=self.width,
+            attention=self.attention,
             mlp=self.mlp,
+            hidden=self.mlp.hidden_size(fields.get("width", self.width)),
             norm=self.norm,
             norm_eps=self.norm_eps,
             use_bias=self.use_bias,
+            dropout=self.dropout,
             context=self.context,
-            **fields,
+            router_scale=self.mup_ratio,
         )
+        return BlockConfig(**settings | fields)
 
 
 def check_stack(c, *depths):

@@ -27,16 +27,13 @@ from flax import linen as nn
 from efx import flops, means
 from efx.errors import UsageError
 from efx.layers import block as blocks
-from efx.layers import config, costs, norms
-from efx.layers.learned_dropout import make_dropout, make_mask_input
-from efx.layers.linear import Embedding, Linear, broadcast
-from efx.layers.mup import deviations
+from efx.layers import config, norms
+from efx.layers.learned_dropout import make_dropout
+from efx.layers.linear import Linear
 from efx.layers.stack import Layer, LayerSpec, Stack, by_path, stream_specs
 from efx.models.config import ModelConfig, check_stack
 from efx.models.language_model import LanguageModel
 from efx.routing import selection
-from efx.routing.config import DepthRoutingConfig
-from efx.routing.controls import TokenPlacement
 from efx.settings import Natural, PiecesOrNone, block
 from efx.sharding import constrain
 
@@ -69,25 +66,16 @@ class EncoderDecoderConfig(ModelConfig):
     embedding_loss_gains: bool = False  # gains and biases in its norms: published, but collapses
     norm: config.Norm = "layernorm"
     use_bias: bool = False
-    # "gpt2": all weights N(0, init_std^2); "spike_no_more": N(0, 2 / (5 width)).
-    initialisation: config.Initialisation = "gpt2"
-    mup: config.MuPConfig = config.MuPConfig()
-    depth_routing: DepthRoutingConfig = DepthRoutingConfig()
 
-    soft_experts: ClassVar[config.SoftExpertsConfig] = config.SoftExpertsConfig()
-    dense_former: ClassVar[config.DenseFormerConfig] = config.DenseFormerConfig()
     tied: ClassVar[bool] = True  # the output layer is the token embedding
-    causal_in_training: ClassVar[str] = (
-        "unless depth_routing selects by top-k or mlp.moe by expert_choice"
-    )
 
     def resolved(self):
-        """The config with all defaults filled in; UsageError for settings that contradict."""
+        """With all defaults filled in; UsageError for settings that do not fit together."""
         rope, heads = self.positions == "rope", self.cross_heads or self.attention.num_heads
         if self.cross_source == "previous_layer" and self.depth == 1 and self.encoder_depth:
-            raise UsageError(
-                f"config.model.encoder_depth={self.encoder_depth}: "
-                "cross_source='previous_layer' with one decoder block reads only e_0; set it to 0"
+            self.refuse(
+                "encoder_depth",
+                "with cross_source='previous_layer' the only decoder block reads e_0; set it to 0",
             )
         if self.depth_routing.kind == "recursion":
             raise UsageError(
@@ -96,10 +84,7 @@ class EncoderDecoderConfig(ModelConfig):
             )
         check_stack(self, self.num_encoder_blocks, self.depth)
         if self.width % heads:
-            raise UsageError(
-                f"config.model.width={self.width} is not divisible by "
-                f"config.model.cross_heads={heads}"
-            )
+            self.refuse("cross_heads", f"{heads} does not divide config.model.width={self.width}")
         if rope:
             self._check_rotary(heads)
         return dataclasses.replace(
@@ -116,27 +101,13 @@ class EncoderDecoderConfig(ModelConfig):
         shown = f"{self.width} / {heads} = {head_dim}"
         self.attention.check_rotary(head_dim, f"config.model.cross_heads={heads}", shown)
         for name, off in (("decoder_input_positions", False), ("output_positions", "none")):
-            value = getattr(self, name)
-            if value not in (None, off):
-                raise UsageError(
-                    f"config.model.{name}={value!r}: positions='rope' has no position "
-                    f"embeddings; set it to {off!r}, or set positions='learned'"
-                )
+            if getattr(self, name) not in (None, off):
+                self.refuse(name, f"positions='rope' has no position embeddings; use {off!r}")
 
     @property
     def num_encoder_blocks(self):
         """E."""
         return self.encoder_depth or self.depth - (self.cross_source == "previous_layer")
-
-    @property
-    def read_depths(self):
-        """r(1)..r(L): how many encoder blocks precede the state that a decoder block reads."""
-        count, depth = self.num_encoder_blocks, self.depth
-        if self.cross_source == "final":
-            return (count,) * depth
-        if self.cross_source == "same_layer":
-            return tuple(-(-j * count // depth) for j in range(1, depth + 1))
-        return tuple(j * count // max(1, depth - 1) for j in range(depth))
 
 
 # ---- layers of both streams --------------------------------------------------------------------
@@ -156,20 +127,20 @@ class DecoderBlock(blocks.Block):
 
     Attributes:
       cross: config of cross-attention.
-      order: key of `ATTENTIONS`.
+      order: of the attentions, a value of `ATTENTIONS`.
     """
 
     cross: config.AttentionConfig
-    order: str
+    order: tuple[str, ...]
 
     @property
     def kv_depends_on_block_output(self):
         """Self-attention after cross-attention reads its output."""
-        return self.order == "cross_first"
+        return self.order == ATTENTIONS["cross_first"]
 
     def setup_attention(self):
         c = self.config
-        if "self" in ATTENTIONS[self.order]:
+        if "self" in self.order:
             super().setup_attention()
         cross = dataclasses.replace(self.cross, rope_theta=c.attention.rope_theta)
         self.cross_attention = blocks.make_attention(c, config=cross)
@@ -183,32 +154,28 @@ class DecoderBlock(blocks.Block):
           context: (states of all tokens [B, S, D], their call, indices [B, C] of d among them), to
             which the self-attention of a routed block with `kv_for_skipped` attends.
         """
-        increment_BTD = None
-        for name in ATTENTIONS[self.order]:
-            x_BTD = d_BTD
+        x_BTD, increment_BTD = d_BTD, None
+        for name in self.order:
             if increment_BTD is not None:
                 x_BTD = blocks.mlp_input(self.config, d_BTD, increment_BTD)
-            if name == "self":
-                y_BTD = self._self_attention(x_BTD, call, context)
-            else:
-                y_BTD = self._cross_attention(x_BTD, call)
-            if y_BTD is not None:
-                increment_BTD = y_BTD if increment_BTD is None else increment_BTD + y_BTD
+            attend = self._self_attention if name == "self" else self._cross_attention
+            y_BTD = attend(x_BTD, call, context)
+            increment_BTD = y_BTD if increment_BTD is None else increment_BTD + y_BTD
         return increment_BTD
 
     def _self_attention(self, x_BTD, call, context):
-        if call.access != "both":
-            for_skipped = call.cache.kv_size > 0
-            if call.access == "write" and not for_skipped:
-                return None
-            if call.access == "read" and (self.kv_depends_on_block_output or not for_skipped):
-                call = call.with_cache(access="both")
+        # Cross-attention caches all tokens, self-attention only with `kv_for_skipped`.
+        for_skipped = call.decode and call.cache.kv_size > 0
+        if call.access == "write" and not for_skipped:
+            return None
+        if call.access == "read" and (self.kv_depends_on_block_output or not for_skipped):
+            call = call.with_cache(access="both")
         if context is not None and self.kv_depends_on_block_output:
             all_BSD, all_call, index_BC = context
             context = selection.put(all_BSD, index_BC, x_BTD), all_call
         return super().attention_increment(x_BTD, call, context)
 
-    def _cross_attention(self, x_BTD, call):
+    def _cross_attention(self, x_BTD, call, _):
         c, (encoder_BSD, key_call) = self.config, call.encoder
         if call.decode:
             # Encoder states of all tokens have keys and values in the cache, also for routed d.
@@ -230,7 +197,7 @@ class DecoderSpec(LayerSpec):
     """A decoder block, dense or routed; fields as in `DecoderBlock`."""
 
     cross: config.AttentionConfig
-    order: str
+    order: tuple[str, ...]
 
     @property
     def make_block(self):
@@ -238,23 +205,18 @@ class DecoderSpec(LayerSpec):
 
     @property
     def attentions(self):
-        for_skipped = self.routing is not None and self.routing.kv_for_skipped
-        cross = dataclasses.replace(self.block, attention=self.cross)
-        found = {"self": (self.block, for_skipped), "cross": (cross, True)}
-        return tuple(found[name] for name in ATTENTIONS[self.order])
+        cross = dataclasses.replace(self.block, attention=self.cross), True
+        both = {"self": super().attentions[0], "cross": cross}
+        return tuple(both[name] for name in self.order)
 
 
 @dataclasses.dataclass(frozen=True)
 class TwoStreamSpec:
-    """A layer: encoder blocks and a decoder block, or only either.
-
-    Attributes:
-      parallel: cross-attention reads the input of the encoder blocks, not their output.
-    """
+    """One layer: encoder blocks, a decoder block, or both."""
 
     encoder: tuple[LayerSpec, ...] = ()
     decoder: DecoderSpec | None = None
-    parallel: bool = False
+    parallel: bool = False  # the decoder block reads the input of the encoder blocks
 
     @property
     def module(self):
@@ -344,111 +306,46 @@ class EncoderDecoder(LanguageModel):
     """Tokens to logits; see `LanguageModel` for the interface."""
 
     def setup(self):
-        c, std, block = self.config, self.deviations, self.block_config()
-        self.embed = self.token_table(c.width, std.table)
-        self.positions_embed = None
-        if c.positions == "learned":
-            # The last token, too, has a next position.
-            size = c.context + (c.decoder_input_positions or c.output_positions != "none")
-            axes = ("position", "table")
-            self.positions_embed = Embedding(size, c.width, std.table, self.dtype, axes=axes)
-        self.dropout_embedding = make_dropout(block, "embedding")
-        self.mask_input = make_mask_input(block)
-        self.token_types = None
-        if c.depth_routing.needs_token_places:
-            self.token_types = TokenPlacement(self.vocab_size)
-        if c.decoder_input_norm:
-            self.norm_input = blocks.make_norm(block)
-        self.decoder_input = Linear(
-            c.width, ("embed", "table"), std.hidden, c.use_bias, dtype=self.dtype
-        )
+        c, block = self.config, self.block_config()
+        # The last token also has a next position.
+        adds_next = c.decoder_input_positions or c.output_positions != "none"
+        self.setup_embedding(c.context + adds_next if c.positions == "learned" else 0)
+        self.norm_input = blocks.make_norm(block)
+        self.decoder_input = Linear(c.width, ("embed", "table"), block.std, c.use_bias, self.dtype)
         specs, last = self.layer_specs()
         self.layers = Stack(specs, c.scan_layers, c.remat)
-        self.last = last and Stack((last,), False, c.remat)
+        self.last = Stack(last, False, c.remat)
         self.norm_final = blocks.make_norm(block)
-        if c.output_positions == "subtract_norm":
-            self.norm_output = blocks.make_norm(block)
-        if c.embedding_loss != "none":
-            self.loss = EmbeddingLoss(c.embedding_loss, c.embedding_loss_gains, c.norm_eps)
+        self.norm_output = blocks.make_norm(block)
+        self.loss = EmbeddingLoss(c.embedding_loss, c.embedding_loss_gains, c.norm_eps)
 
-    def features(
-        self,
-        tokens_BT,
-        positions_BT=None,
-        segment_ids_BT=None,
-        train=False,
-        decode=False,
-        cache_size=0,
-    ):
-        c = self.config
-        if positions_BT is None:
-            positions_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
-        if c.dropout.by_position or self.positions_embed is not None:
-            self.check_context(cache_size if decode else tokens_BT.shape[1])
-        call = self.make_call(positions_BT, segment_ids_BT, train, decode, cache_size)
-        positions_BT = jnp.maximum(positions_BT, 0)  # padding may read any row of the table
-        embedded_BTD = self.embed(tokens_BT)
-        if self.positions_embed is not None:
-            embedded_BTD = embedded_BTD + self._position_embedding(positions_BT, embedded_BTD)
-        if self.token_types is not None:
-            call = call.replace(token_places=self.token_types(tokens_BT, call))
-        if self.mask_input is not None:
-            call = call.replace(mask_input_BTD=self.mask_input(embedded_BTD, call))
-        e_BTD = blocks.with_dropout(self.dropout_embedding, embedded_BTD, call)
-        e_BTD = constrain(e_BTD, "batch", "length", "act_embed")
+    def trunk(self, embedded_BTD, call):
+        c, next_BT = self.config, call.positions_BT + 1
 
         def start_decoder(streams):
-            return streams[0], self._decoder_input(streams[0], positions_BT + 1)
+            x_BTD = self.norm_input(streams[0]) if c.decoder_input_norm else streams[0]
+            d_BTD = self.decoder_input(x_BTD)
+            if c.decoder_input_positions:
+                d_BTD = d_BTD + self.position_embedding(next_BT, d_BTD.shape)
+            return streams[0], constrain(d_BTD, "batch", "length", "act_embed")
 
+        streams = self.drop_embedding(embedded_BTD, call), None
         if c.cross_source == "final" and c.serial_start == "encoder":
-            start_at = {c.num_encoder_blocks: start_decoder}
-            e_BTD, d_BTD = self.layers((e_BTD, None), call, start_at)
+            streams = self.layers(streams, call, {c.num_encoder_blocks: start_decoder})
         else:
-            e_BTD, d_BTD = self.layers(start_decoder((e_BTD, None)), call)
-        if self.last is not None:
-            e_BTD, d_BTD = self.last((e_BTD, d_BTD), call)
-
-        has_loss = c.embedding_loss != "none" and not decode
+            streams = self.layers(start_decoder(streams), call)
+        e_BTD, d_BTD = self.last(streams, call)
+        has_loss = c.embedding_loss != "none" and not call.decode
         if has_loss and (means.wanted(self) or self.is_initializing()):
-            self.loss(embedded_BTD, e_BTD, segment_ids_BT)
+            self.loss(embedded_BTD, e_BTD, call.segment_ids_BT)
         x_BTD = self.norm_final(d_BTD)
         if c.output_positions != "none":
-            x_BTD = x_BTD - self._position_embedding(positions_BT + 1, x_BTD)
+            x_BTD = x_BTD - self.position_embedding(next_BT, x_BTD.shape)
         return self.norm_output(x_BTD) if c.output_positions == "subtract_norm" else x_BTD
-
-    def _decoder_input(self, x_BTD, next_BT):
-        """d_0, from e_0 or the encoder's output."""
-        c = self.config
-        d_BTD = self.decoder_input(self.norm_input(x_BTD) if c.decoder_input_norm else x_BTD)
-        if c.decoder_input_positions:
-            d_BTD = d_BTD + self._position_embedding(next_BT, d_BTD)
-        return constrain(d_BTD, "batch", "length", "act_embed")
-
-    def _position_embedding(self, positions_BT, x_BTD):
-        return broadcast(self.positions_embed(positions_BT), x_BTD.shape)
-
-    @property
-    def logit_scale(self):
-        return self.config.mup_ratio
-
-    @property
-    def deviations(self):
-        c = self.config
-        return deviations(c.initialisation, c.init_std, c.mup, c.width)
-
-    @nn.nowrap
-    def block_config(self, num_increments=1):
-        """`BlockConfig` of a stream whose residual is the sum of this many increments."""
-        std = self.deviations.hidden
-        return self.config.block(
-            std=std,
-            std_out=std / max(1, num_increments) ** 0.5,
-            dtype=self.dtype,
-        )
 
     @nn.nowrap
     def layer_specs(self):
-        """(layers of the stack, the layer after it or None).
+        """(layers of the stack, layers after it).
 
         The last layer of `previous_layer` has no encoder block. It is not in the stack, whose
         layers are then alike and can be scanned.
@@ -456,24 +353,25 @@ class EncoderDecoder(LanguageModel):
         c, count = self.config, self.config.num_encoder_blocks
         capacities = c.depth_routing.routed_blocks(count, c.depth)
         encoder = tuple(stream_specs(self.block_config(2 * count), c, count, capacities))
-        block = self.block_config(c.depth * (1 + len(ATTENTIONS[c.order])))
-        heads, head_dim = c.cross_heads, c.width // c.cross_heads
-        cross = dataclasses.replace(
-            c.attention, num_heads=heads, num_kv_heads=heads, head_dim=head_dim
-        )
+        order, heads = ATTENTIONS[c.order], c.cross_heads
+        sizes = dict(num_heads=heads, num_kv_heads=heads, head_dim=c.width // heads)
+        fields = dict(cross=dataclasses.replace(c.attention, **sizes), order=order)
+        block = self.block_config(c.depth * (len(order) + 1))
         capacities = {i - count: capacity for i, capacity in capacities.items()}
-        fields = dict(cross=cross, order=c.order)
         decoder = tuple(stream_specs(block, c, c.depth, capacities, DecoderSpec, **fields))
         if c.cross_source == "final":
             layers = [TwoStreamSpec(encoder=(spec,)) for spec in encoder]
-            return (*layers, *(TwoStreamSpec(decoder=spec) for spec in decoder)), None
+            return (*layers, *(TwoStreamSpec(decoder=spec) for spec in decoder)), ()
         parallel = c.cross_source == "previous_layer"
-        bounds = (*c.read_depths, c.read_depths[-1]) if parallel else (0, *c.read_depths)
+        if parallel:
+            bounds = [min(j * count // max(1, c.depth - 1), count) for j in range(c.depth + 1)]
+        else:
+            bounds = [-(-j * count // c.depth) for j in range(c.depth + 1)]
         layers = tuple(
             TwoStreamSpec(encoder[start:stop], spec, parallel)
             for (start, stop), spec in zip(itertools.pairwise(bounds), decoder, strict=True)
         )
-        return (layers[:-1], layers[-1]) if parallel else (layers, None)
+        return (layers[:-1], layers[-1:]) if parallel else (layers, ())
 
     def specs(self):
         return self.layer_specs()[0]
@@ -481,16 +379,10 @@ class EncoderDecoder(LanguageModel):
     @nn.nowrap
     def blocks(self):
         specs, last = self.layer_specs()
-        return by_path("layers", specs) | by_path("last", (last,) if last else ())
+        return by_path("layers", specs) | by_path("last", last)
 
     @nn.nowrap
     def ledger(self, length, selection="train", shares=None):
-        c = self.config
-        pairs = flops.causal_pairs(length, c.attention.window)
-        parts = [
-            {"decoder_input": flops.matmul(length, c.width, c.width)},
-            costs.stack_flops(self.blocks(), length, selection, shares),
-            costs.embedding_mask_flops(self.block_config(), length, pairs),
-            self.head_flops(length, c.width),
-        ]
-        return flops.Ledger(length, flops.add(parts))
+        nominal = super().ledger(length, selection, shares).nominal
+        decoder_input = flops.matmul(length, self.config.width, self.config.width)
+        return flops.Ledger(length, {"decoder_input": decoder_input} | nominal)

@@ -1,4 +1,4 @@
-"""The interface of all families, and their common parts: the call and the output layer."""
+"""The interface of all families and their common parts: embeddings, the call, the output layer."""
 
 import dataclasses
 from typing import Any
@@ -8,27 +8,31 @@ from flax import linen as nn
 
 from efx import flops
 from efx.errors import UsageError
-from efx.layers import attend
+from efx.layers import attend, costs, mup
+from efx.layers.block import with_dropout
 from efx.layers.call import CacheView, Call
-from efx.layers.linear import Embedding, Linear
+from efx.layers.learned_dropout import make_dropout, make_mask_input
+from efx.layers.linear import Embedding, Linear, broadcast
 from efx.layers.stack import by_path
-from efx.sharding import summed_over_shards, used_as
+from efx.routing.controls import TokenPlacement
+from efx.sharding import constrain, summed_over_shards, used_as
 
-# Logical axes of the token embedding and of an output layer of its own.
-TABLE_AXES, HEAD_AXES = ("vocab", "table"), ("table", "vocab")
+# Logical axes of the token embedding, the position embedding and an untied output layer.
+TABLE_AXES, POSITION_AXES, HEAD_AXES = ("vocab", "table"), ("position", "table"), ("table", "vocab")
 
 
 class LanguageModel(nn.Module):
     """Base of the families: tokens -> logits, causal.
 
-    A family defines `features`, `specs`, `ledger`, and `embed` or `head` for the output layer. The
-    rest of efx calls only the public methods of this class. Methods that need parameters are called
-    by `apply(variables, ..., method=...)`.
+    A family defines `setup`, which calls `setup_embedding` and makes `head` if the output layer is
+    not tied; `trunk`; and `specs`. Families without one stack of blocks on token embeddings define
+    `features` and `ledger` instead. The rest of efx calls only the public methods of this class.
+    Methods that need parameters are called by `apply(variables, ..., method=...)`.
 
     Attributes:
-      config: resolved settings of the family: `family`, `context`, `scan_layers`, `remat`,
-        `depth_routing`, `dropout`, `mup`, `member_runs` ((key, run directory), ... of the runs
-        that it is composed of), `causal_in_training` (when training does not look ahead, in words).
+      config: resolved settings of the family. The rest of efx reads `family`, `context`,
+        `scan_layers`, `remat`, `depth_routing`, `dropout`, `mup` and `member_runs` ((key, run
+        directory), ... of the runs that it is composed of).
       dtype: of activations; parameters are float32.
       selection: as in `Call`; "auto" is "train" in training, else "causal".
     """
@@ -73,13 +77,31 @@ class LanguageModel(nn.Module):
           cache_size: tokens of context of that cache.
         Raises: UsageError for more tokens than the model has learned positions.
         """
+        length = tokens_BT.shape[1]
+        if self.positions_embed is not None or self.config.dropout.by_position:
+            self.check_context(cache_size if decode else length)
+        if positions_BT is None:
+            positions_BT = jnp.arange(length, dtype=jnp.int32)[None]
+        call = self.make_call(positions_BT, segment_ids_BT, train, decode, cache_size)
+        call = call.with_cache(first=decode == "first")
+        x_BTD = self.embed(tokens_BT)
+        if self.positions_embed is not None:
+            x_BTD = x_BTD + self.position_embedding(positions_BT, x_BTD.shape)
+        if self.token_types is not None:
+            call = call.replace(token_places=self.token_types(tokens_BT, call))
+        if self.mask_input is not None:
+            call = call.replace(mask_input_BTD=self.mask_input(x_BTD, call))
+        return self.trunk(x_BTD, call)
+
+    def trunk(self, embedded_BTD, call):
+        """The state that the output layer reads, from embeddings before their dropout."""
         raise NotImplementedError
 
     def specs(self):
-        """The specs of the layers of the stack that may be scanned; their names:
-        `stack.names`."""
+        """Specs of the layers of the stack, which may be scanned; for names see `stack.names`."""
         raise NotImplementedError
 
+    @nn.nowrap
     def ledger(self, length, selection="train", shares=None):
         """Nominal FLOPs of one sequence of `length` tokens, a `flops.Ledger`.
 
@@ -89,20 +111,90 @@ class LanguageModel(nn.Module):
           shares: {path in `blocks()` of a routed block: (fraction of the tokens, fraction of the
             causal pairs) that it was measured to route}, counted in place of slots.
         """
-        raise NotImplementedError
+        c = self.config
+        pairs = flops.causal_pairs(length, c.attention.window)
+        parts = [
+            costs.stack_flops(self.blocks(), length, selection, shares),
+            costs.embedding_mask_flops(self.block_config(), length, pairs),
+            self.head_flops(length, c.width),
+        ]
+        return flops.Ledger(length, flops.add(parts))
 
-    def __call__(
-        self,
-        tokens_BT,
-        positions_BT=None,
-        segment_ids_BT=None,
-        train=False,
-        decode=False,
-        cache_size=0,
-    ):
-        """float32 logits [B, T, V] of `features`."""
-        x_BTD = self.features(tokens_BT, positions_BT, segment_ids_BT, train, decode, cache_size)
+    def __call__(self, tokens_BT, *args, **options):
+        """float32 logits [B, T, V]; arguments as in `features`."""
+        x_BTD = self.features(tokens_BT, *args, **options)
         return self.logits(x_BTD)[..., : self.vocab_size]
+
+    @nn.nowrap
+    def check_packing(self):
+        """Raise UsageError if the model cannot compute rows of several documents."""
+
+    @nn.nowrap
+    def blocks(self):
+        """{path in the parameters of the unrolled model: `LayerSpec` or `RecursionStep`} of each
+        part with a routing decision of its own, or none."""
+        return by_path("layers", self.specs())
+
+    @nn.nowrap
+    def stack_length(self, length):
+        """Length of the stack's sequence for `length` tokens."""
+        return length
+
+    @nn.nowrap
+    def token_of_place(self, path, positions_RS, length):
+        """int [R, S]: the token with which each position of a module's arrays is computed;
+        negative for padding and memory tokens.
+
+        Args:
+          path: of the module in the unrolled model.
+          positions_RS: positions in the module's `Call` for one sequence of `length` tokens.
+        """
+        return positions_RS
+
+    @property
+    def context(self):
+        return self.config.context
+
+    # ---- parts for families ----
+
+    def setup_embedding(self, num_positions):
+        """Make the modules of `features`; `num_positions`: of a learned table, 0: none."""
+        c, block, std = self.config, self.block_config(), self.deviations.table
+        self.embed = self.token_table(c.width, std)
+        self.positions_embed = None
+        if num_positions:
+            self.positions_embed = Embedding(
+                num_positions, c.width, std, self.dtype, axes=POSITION_AXES
+            )
+        self.dropout_embedding = make_dropout(block, "embedding")
+        self.mask_input = make_mask_input(block)
+        self.token_types = None
+        if c.depth_routing.needs_token_places:
+            self.token_types = TokenPlacement(self.vocab_size)
+
+    def position_embedding(self, positions_BT, shape):
+        """Learned positions, broadcast to `shape`."""
+        # Padding has negative positions and may read any row.
+        return broadcast(self.positions_embed(jnp.maximum(positions_BT, 0)), shape)
+
+    def drop_embedding(self, embedded_BTD, call):
+        """The input of the stack: embeddings after their dropout or mask."""
+        x_BTD = with_dropout(self.dropout_embedding, embedded_BTD, call)
+        return constrain(x_BTD, "batch", "length", "act_embed")
+
+    @property
+    def deviations(self):
+        """Initial standard deviations, `mup.Deviations`."""
+        c = self.config
+        return mup.deviations(c.initialisation, c.init_std, c.mup, c.width)
+
+    @nn.nowrap
+    def block_config(self, num_increments=1):
+        """`BlockConfig`, without experts, of a stack whose residual is the sum of so many
+        increments."""
+        std = self.deviations.hidden
+        std_out = std / max(1, num_increments) ** 0.5
+        return self.config.block(std=std, std_out=std_out, dtype=self.dtype)
 
     @nn.nowrap
     def make_call(self, positions_BT, segment_ids_BT, train, decode, cache_size):
@@ -129,40 +221,12 @@ class LanguageModel(nn.Module):
                 "context"
             )
 
-    @nn.nowrap
-    def check_packing(self):
-        """Raise UsageError if the model cannot compute rows of several documents."""
-
-    @nn.nowrap
-    def blocks(self):
-        """{path in the parameters of the unrolled model: spec} of everything that is routed, or
-        not, by itself; see `LayerSpec`."""
-        return by_path("layers", self.specs())
-
-    @nn.nowrap
-    def stack_length(self, length):
-        """Places of the stack's sequence for `length` tokens."""
-        return length
-
-    @nn.nowrap
-    def token_of_place(self, path, positions_RS, length):
-        """int [R, S]: the token at whose time each place of a module's arrays is computed;
-        negative: none, such as of padding and memory.
-
-        Args:
-          path: of the module in the unrolled model.
-          positions_RS: positions in the module's `Call` for one sequence of `length` tokens.
-        """
-        return positions_RS
-
-    @property
-    def context(self):
-        return self.config.context
+    # ---- the output layer ----
 
     @property
     def logit_scale(self):
         """Factor of muP on the logits."""
-        return 1.0
+        return self.config.mup_ratio
 
     def logits(self, x):
         """float32 logits over the padded vocabulary; padded columns hold a large negative value."""
@@ -180,10 +244,10 @@ class LanguageModel(nn.Module):
 
     @nn.nowrap
     def head_params(self, params):
-        """The parameters of the output layer, gathered off the batch's mesh axes.
+        """The parameters of the output layer, gathered over the batch's mesh axes.
 
-        A loss over slices of the sequence would otherwise gather them for every slice. In the dtype
-        of use, which is less to send.
+        A loss over slices of the sequence would otherwise gather them for every slice. They are in
+        the dtype of the model, which is less to send.
         """
         module, name, stored, used = self._head()
         return {module: {name: used_as(params[module][name].astype(self.dtype), stored, used)}}

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx.layers.block import SkipMLP
-from efx.layers.config import BlockConfig
 from efx.routing import selection
 from efx.routing.config import DepthRoutingConfig
 from efx.routing.mod import MoDBlock
@@ -26,19 +25,23 @@ class RecursionStep:
 
     Attributes:
       number: of the step, from 0.
-      blocks: the shared blocks.
+      shared: `LayerSpec`s of the shared blocks.
       routing: None: all tokens, without a router.
       capacity: fraction of the sequence that this step computes.
     """
 
     number: int
-    blocks: tuple[BlockConfig, ...]
+    shared: tuple
     routing: DepthRoutingConfig | None = None
     capacity: float = 1.0
 
     @property
     def name(self):
         return f"recursion_{self.number}"
+
+    @property
+    def blocks(self):
+        return tuple(spec.block for spec in self.shared)
 
     @property
     def new_blocks(self):
@@ -99,7 +102,7 @@ class SharedBlocks(nn.Module):
         return self.run(x_BTD, call, context).astype(jnp.float32) - x_BTD.astype(jnp.float32)
 
 
-def recursion_steps(routing, blocks):
-    """The `RecursionStep`s through these blocks."""
+def recursion_steps(routing, shared):
+    """The `RecursionStep`s through the blocks of these `LayerSpec`s."""
     for i, capacity in enumerate(routing.step_capacities):
-        yield RecursionStep(i, blocks, routing if routing.step_is_routed(i) else None, capacity)
+        yield RecursionStep(i, shared, routing if routing.step_is_routed(i) else None, capacity)

@@ -4,7 +4,7 @@ import families
 import jax
 import numpy as np
 import pytest
-from families import LENGTH, VOCAB
+from families import VOCAB
 from formulas import attention, linear, mlp
 from refusals import refused
 
@@ -21,6 +21,8 @@ def make(changes, **options):
 
 # ---- the forward pass in numpy -----------------------------------------------------------------
 
+ORDERS = {"self_first": "sc", "cross_first": "cs", "cross_only": "c"}
+
 
 def norm(x, p):
     x = x - x.mean(-1, keepdims=True)
@@ -29,24 +31,18 @@ def norm(x, p):
 
 def after_block(x_TD, p, c, e_TD=None):
     """The state after an encoder block, or a decoder block that reads e, dense or routed."""
-    everything, r, parallel = (
-        np.arange(len(x_TD)),
-        c["depth_routing"],
-        c["block_kind"] == "parallel",
-    )
+    everything, parallel = np.arange(len(x_TD)), c["block_kind"] == "parallel"
     theta = c["attention"]["rope_theta"] if c["positions"] == "rope" else 0
     heads, kv_heads = c["attention"]["num_heads"], c["attention"]["num_kv_heads"]
-    orders = {"self_first": "sc", "cross_first": "cs", "cross_only": "c"}
-    order = "s" if e_TD is None else orders[c["order"]]
-    sees_all = r["kv_for_skipped"] or r["target"] == "mlp"
+    for_skipped = c["depth_routing"]["kv_for_skipped"]
 
     def attend(at):
         """Increment of the attentions of the tokens `at`, the only ones that are computed."""
         delta_TD = np.zeros_like(x_TD[at])
-        for sublayer in order:
+        for sublayer in "s" if e_TD is None else ORDERS[c["order"]]:
             d_TD = x_TD[at] + (0 if parallel else delta_TD)
             if sublayer == "s":
-                read_SD, k_at = x_TD.copy(), everything if sees_all else at
+                read_SD, k_at = x_TD.copy(), everything if for_skipped else at
                 read_SD[at] = d_TD
                 q_TD, kv_SD = (norm(y, p["norm_attention"]) for y in (d_TD, read_SD[k_at]))
                 options = dict(heads=heads, kv_heads=kv_heads, k_at=k_at)
@@ -58,64 +54,47 @@ def after_block(x_TD, p, c, e_TD=None):
             delta_TD = delta_TD + y_TD
         return delta_TD
 
-    def feed_forward(x):
-        return mlp(norm(x, p["norm_mlp"]), p["mlp"])
-
-    def whole(at):
+    def increment(at):
         a_TD = attend(at)
-        return a_TD + feed_forward(x_TD[at] if parallel else x_TD[at] + a_TD)
-
-    def add_gated(start_TD, read_TD, part):
-        score_T = read_TD @ p["router"]
-        at, out_TD = np.flatnonzero(score_T > 0), start_TD.copy()
-        assert 0 < len(at) < len(x_TD)
-        out_TD[at] += part(at) / (1 + np.exp(-score_T[at]))[:, None]
-        return out_TD
+        m_TD = norm(x_TD[at] if parallel else x_TD[at] + a_TD, p["norm_mlp"])
+        return a_TD + mlp(m_TD, p["mlp"])
 
     if "router" not in p:
-        return x_TD + whole(everything)
-    if r["target"] == "block":
-        return add_gated(x_TD, x_TD, whole)
-    if r["target"] == "attention":
-        out_TD = add_gated(x_TD, x_TD, attend)
-        return out_TD + feed_forward(x_TD if parallel else out_TD)
-    out_TD = x_TD + attend(everything)
-    read_TD = x_TD if parallel else out_TD
-    return add_gated(out_TD, read_TD, lambda at: feed_forward(read_TD[at]))
+        return x_TD + increment(everything)
+    score_T, out_TD = x_TD @ p["router"], x_TD.copy()
+    at = np.flatnonzero(score_T > 0)
+    assert 0 < len(at) < len(x_TD)
+    out_TD[at] += increment(at) / (1 + np.exp(-score_T[at]))[:, None]
+    return out_TD
 
 
 def reference(tokens_T, params, c, reads):
     """(logits [T, V], encoder states e_0 .. e_E)."""
     table, length = params["embed"]["embedding"], len(tokens_T)
-    learned = c["positions"] == "learned"
+    learned, every = c["positions"] == "learned", c["attention"]["no_rope_every"]
     positions = params["positions_embed"]["embedding"] if learned else np.zeros((length + 1, 1))
     next_TD = positions[1 : length + 1]
-    layers = [params["layers"][f"block_{i}"] for i in range(len(params.get("layers", {})))]
+    stack = params.get("layers", {})
+    layers = [stack[f"block_{i}"] for i in range(len(stack))]
     layers += [params["last"]["block_0"]] if "last" in params else []
-    every = c["attention"]["no_rope_every"]
 
     def of_block(i):
         return {**c, "positions": "none"} if every and (i + 1) % every == 0 else c
 
-    encoder = [layer[name] for layer in layers for name in sorted(layer) if "encoder" in name]
     states = [table[tokens_T] + positions[:length]]
+    encoder = [layer[name] for layer in layers for name in sorted(layer) if "encoder" in name]
     for i, p in enumerate(encoder):
         states.append(after_block(states[-1], p, of_block(i)))
     serial = c["cross_source"] == "final" and c["serial_start"] == "encoder"
     x_TD = states[-1] if serial else states[0]
-    d_TD = linear(
-        norm(x_TD, params["norm_input"]) if c["decoder_input_norm"] else x_TD,
-        params["decoder_input"],
-    )
-    if c["decoder_input_positions"]:
-        d_TD = d_TD + next_TD
+    x_TD = norm(x_TD, params["norm_input"]) if c["decoder_input_norm"] else x_TD
+    d_TD = linear(x_TD, params["decoder_input"]) + next_TD * c["decoder_input_positions"]
     decoder = [layer["decoder"] for layer in layers if "decoder" in layer]
     for i, (p, read) in enumerate(zip(decoder, reads, strict=True)):
         d_TD = after_block(d_TD, p, of_block(i), states[read])
     x_TD = norm(d_TD, params["norm_final"])
     output_positions = c["output_positions"] or ("subtract" if learned else "none")
-    if output_positions != "none":
-        x_TD = x_TD - next_TD
+    x_TD = x_TD - next_TD * (output_positions != "none")
     if output_positions == "subtract_norm":
         x_TD = norm(x_TD, params["norm_output"])
     return (x_TD @ table.T)[:, :VOCAB], states
@@ -133,13 +112,6 @@ def running_mean(x_TD):
     return np.cumsum(x_TD, axis=0) / np.arange(1, len(x_TD) + 1)[:, None]
 
 
-# causal="aux_loss": a token is selected if its score is positive. No limit applies in 10 tokens.
-ROUTED = {
-    "depth_routing.kind": "mod",
-    "depth_routing.every": 1,
-    "depth_routing.capacity": 0.4,
-    "depth_routing.causal": "aux_loss",
-}
 ROPE = {
     "positions": "rope",
     "attention.rope_theta": 50.0,
@@ -149,17 +121,18 @@ ROPE = {
 NORMED = {"output_positions": "subtract_norm", "decoder_input_norm": True, "use_bias": True}
 
 
+def routed(**changes):
+    """Every block routed. A token is selected if its score is positive: 10 tokens fit."""
+    changes = dict(kind="mod", every=1, capacity=0.4, causal="aux_loss") | changes
+    return {f"depth_routing.{name}": value for name, value in changes.items()}
+
+
 def case(source, encoder_depth, reads, order="self_first", slow=False, **changes):
     """reads: index of the encoder state that each decoder block reads."""
     source, _, start = source.partition(" ")
     changes |= {"cross_source": source, "encoder_depth": encoder_depth, "depth": len(reads)}
     changes |= {"order": order, "serial_start": start or "encoder"}
     return pytest.param(changes, reads, marks=[pytest.mark.slow] * slow)
-
-
-def routed(target, kv_for_skipped=False):
-    changes = {"target": target, "kv_for_skipped": kv_for_skipped}
-    return ROUTED | {f"depth_routing.{name}": value for name, value in changes.items()}
 
 
 @pytest.mark.parametrize(
@@ -172,16 +145,14 @@ def routed(target, kv_for_skipped=False):
         case("previous_layer", 2, (0, 0, 1, 2), "cross_only", slow=True, cross_heads=8),
         case("previous_layer", 0, (0, 1), **ROPE, **{"attention.no_rope_every": 2}),
         case("final embedding", 1, (1, 1), "cross_only", decoder_input_norm=True),
-        case("final", 0, (2, 2), "cross_only", **routed("block")),
-        case("same_layer", 0, (1, 2), "cross_first", **routed("block"), **ROPE),
-        case("same_layer", 0, (1, 2), "cross_first", **routed("block", kv_for_skipped=True)),
-        case("previous_layer", 0, (0, 1), **routed("attention")),
-        case("same_layer", 0, (1, 2), slow=True, **routed("attention", kv_for_skipped=True)),
-        case("same_layer", 0, (1, 2), block_kind="parallel", **routed("mlp")),
+        case("final", 0, (2, 2), "cross_only", **routed()),
+        case("same_layer", 0, (1, 2), "cross_first", **routed(), **ROPE),
+        case("same_layer", 0, (1, 2), "cross_first", **routed(kv_for_skipped=True)),
+        case("previous_layer", 0, (0, 1), block_kind="parallel", **routed()),
     ],
-)  # fmt: skip
+)
 def test_forward_and_decoding_are_the_formulas(changes, reads):
-    """Logits and embedding loss; of routed models also the logits of cached decoding."""
+    """Logits and embedding loss; of routed models also the logits of prefill and decoding."""
     model, length = make(changes), 10
     params = families.random_params(model, seed=1)
     tokens_BT = families.tokens(batch=2, length=length)
@@ -200,9 +171,12 @@ def test_forward_and_decoding_are_the_formulas(changes, reads):
     loss = losses.collect_sown(sown["losses"])["embedding"]
     np.testing.assert_allclose(loss, np.mean(distances), rtol=1e-4)
     if changes.get("depth_routing.kind"):
-        step = families.decoder(model, variables, length)
+        empty = models.init_cache(model, 2, length)
+        prefill, step = (families.decoder(model, variables, length, c) for c in ("first", True))
+        first_BTV, _ = families.read(prefill, empty, tokens_BT[:, :4], [(4, np.array([4, 4]))])
+        np.testing.assert_allclose(first_BTV, logits_BTV[:, :4], atol=1e-4)
         calls = families.chunks(np.array([4, 6]), np.array([length, length]), 4)
-        decoded_BTV, _ = families.read(step, models.init_cache(model, 2, length), tokens_BT, calls)
+        decoded_BTV, _ = families.read(step, empty, tokens_BT, calls)
         np.testing.assert_allclose(decoded_BTV, logits_BTV, atol=1e-4)
 
 
@@ -215,17 +189,16 @@ def test_embedding_loss_by_hand(kind):
     rng, module = np.random.default_rng(0), EmbeddingLoss(kind, gains=True, eps=1e-5)
     arrays = rng.normal(size=(2, 1, 12, 8)).astype(np.float32)
     segments_BT = np.array([[1] * 6 + [2] * 4 + [0] * 2])
-    names = ("norm_embedding", "norm_encoder")
     params = {
         name: {leaf: rng.normal(size=8).astype(np.float32) for leaf in ("scale", "bias")}
-        for name in names
+        for name in ("norm_embedding", "norm_encoder")
     }
 
     def loss(arrays, params):
         _, sown = module.apply({"params": params}, *arrays, segments_BT, mutable=["losses"])
         return losses.collect_sown(sown["losses"])["embedding"]
 
-    embedded_TD, e_TD = (norm(x[0], params[name]) for x, name in zip(arrays, names, strict=True))
+    embedded_TD, e_TD = (norm(x[0], p) for x, p in zip(arrays, params.values(), strict=True))
     distances = [
         embedding_distance(kind, running_mean(embedded_TD[start:stop]), e_TD[start:stop])
         for start, stop in ((0, 6), (6, 10))
@@ -245,20 +218,17 @@ def test_the_default_embedding_loss_has_no_gains():
     assert "loss" not in families.variable_shapes(make({}))["params"]
 
 
-# ---- caches, costs, initial values -------------------------------------------------------------
+# ---- costs, initial values, settings -----------------------------------------------------------
 
 
-def test_a_routed_decoder_block_caches_all_tokens_of_the_encoder():
-    """Cross-attention caches all tokens, self-attention the routed ones."""
+def test_cross_attention_caches_and_computes_keys_of_all_tokens():
+    """Self-attention caches routed tokens, and with `kv_for_skipped` computes keys of all."""
     size, per_token = 20, 2 * 4 * 32  # bytes of a key and a value in float32
-    model = make({**ROUTED, "cross_source": "same_layer", "depth_routing.slack": 1.0})
+    model = make({**routed(slack=1.0), "cross_source": "same_layer"})
     slots = 8 + 4  # 0.4 * 20, and those of every sequence
     assert families.cache_bytes(model, size) == 2 * per_token * (2 * slots + size)
 
-
-def test_realised_flops_follow_the_routed_fraction():
-    """Cross-attention and `kv_for_skipped` compute keys and values of all tokens."""
-    model = make({**ROUTED, "depth_routing.kv_for_skipped": True})
+    model = make(routed(kv_for_skipped=True))
     none, whole = (
         model.ledger(16, shares={path: (x, x) for path in model.blocks()}).nominal
         for x in (0.0, 1.0)
@@ -270,18 +240,11 @@ def test_realised_flops_follow_the_routed_fraction():
 
 def test_residual_outputs_start_smaller_by_the_root_of_their_number():
     params = families.initial(make({"depth": 2, "init_std": 0.1}), 3)["params"]
-    encoder, first = (params["layers"]["block_0"][name] for name in ("encoder_0", "decoder"))
-    for block, number in (
-        (encoder, 2 * 1),
-        (first, 3 * 2),
-        (params["last"]["block_0"]["decoder"], 6),
-    ):
+    first, last = params["layers"]["block_0"], params["last"]["block_0"]
+    for block, number in ((first["encoder_0"], 2), (first["decoder"], 6), (last["decoder"], 6)):
         kernels = [block[part]["out"] for part in ("attention", "cross_attention") if part in block]
         for out in (*kernels, block["mlp"]["down"]):
             assert np.std(out["kernel"]) == pytest.approx(0.1 / number**0.5, rel=0.1)
-
-
-# ---- settings ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -293,7 +256,7 @@ def test_residual_outputs_start_smaller_by_the_root_of_their_number():
         ({"positions": "rope", "decoder_input_positions": True}, "decoder_input_positions=True"),
         ({"positions": "rope", "output_positions": "subtract"}, "output_positions='subtract'"),
         ({"depth_routing.kind": "recursion", "depth": 4}, "depth_routing.kind='recursion'"),
-        ({**ROUTED, "depth": 4, "depth_routing.blocks": (2, 7)}, "depth_routing.blocks=(2, 7)"),
+        ({**routed(blocks=(2, 7)), "depth": 4}, "depth_routing.blocks=(2, 7)"),
         ({"scan_layers": True, "cross_source": "final"}, "config.model.scan_layers=True"),
     ],
 )
@@ -304,18 +267,16 @@ def test_settings_that_do_not_fit_are_refused_by_name(changes, name):
 def test_blocks_are_numbered_through_both_streams():
     """`every` counts in each stream; `blocks` and capacities go through both, encoder first."""
 
-    def routed(**changes):
-        changes = {f"depth_routing.{key}": value for key, value in changes.items()}
-        model = make({"depth_routing.kind": "mod", "depth": 4, **changes})  # 3 encoder blocks
-        specs = model.blocks().items()
-        return {path: spec.capacity for path, spec in specs if spec.routing is not None}
+    def capacities(**changes):
+        specs = make({**routed(**changes), "depth": 4}).blocks()  # 3 encoder blocks
+        return {path: spec.capacity for path, spec in specs.items() if spec.routing is not None}
 
-    assert routed(capacity=(0.1, 0.2, 0.3)) == {
+    assert capacities(every=2, capacity=(0.1, 0.2, 0.3)) == {
         "layers/block_1/encoder_0": 0.1,
         "layers/block_1/decoder": 0.2,
         "last/block_0/decoder": 0.3,
     }
-    assert routed(blocks=(3, 6), capacity=(0.5, 0.25)) == {
+    assert capacities(blocks=(3, 6), capacity=(0.5, 0.25)) == {
         "layers/block_0/decoder": 0.5,
         "last/block_0/decoder": 0.25,
     }
@@ -325,13 +286,12 @@ def test_rotary_positions_have_no_table_and_no_end():
     model = make({"positions": "rope"}, context=8)
     params = families.random_params(model)
     assert "positions_embed" not in params
-    logits = jax.eval_shape(model.apply, {"params": params}, families.tokens(batch=1))
-    assert logits.shape == (1, LENGTH, VOCAB)
+    jax.eval_shape(model.apply, {"params": params}, families.tokens(batch=1))
 
 
 @pytest.mark.slow
 def test_the_published_model_with_its_masks_is_a_variant(root, monkeypatch):
-    """Learned dropout at every site of both streams, and both penalties."""
+    """15.8M parameters without masks; masks at every site of both streams, and both penalties."""
     monkeypatch.chdir(root)
     config = load_config("configs/encoder_decoder.py:seed")
     assert config.losses["dropout_entropy"] == config.losses["dropout_l1"] == 1.0
