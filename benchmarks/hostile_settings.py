@@ -62,7 +62,6 @@ CASES = {
     ),
     "moe": ("decoder", {"mlp.kind": "moe"}, "model.mlp.moe"),
     "soft_experts": ("decoder", {"soft_experts.num": 2}, "model.soft_experts"),
-    "dense_former": ("decoder", {"dense_former.on": True}, "model.dense_former"),
     "dropout": ("decoder", {"dropout.kind": "elementwise"}, "model.dropout"),
     "masks": (
         "decoder",
@@ -85,7 +84,7 @@ CASES = {
     "bridged": ("bridged", {"anchor": "MEMBER", "augment": ("MEMBER",), "pairs": 1}, "model"),
 }
 # What has a case of its own; what the families have in common, which the decoder's cases walk over.
-OWN_CASE = ("depth_routing", "mlp.moe", "soft_experts", "dense_former", "dropout")
+OWN_CASE = ("depth_routing", "mlp.moe", "soft_experts", "dropout")
 COMMON = (*OWN_CASE, "attention", "mlp", "mup", "norm_eps", "init_std", "logit_softcap")
 
 

@@ -75,6 +75,7 @@ VARIANTS = {
     "recursion": {
         "model.depth": 5,
         "model.depth_routing.kind": "recursion",
+        "model.depth_routing.target": "block",
         "model.depth_routing.recursions": 3,
         "model.depth_routing.capacity": (1.0, 2 / 3, 1 / 3),
         "model.depth_routing.slack": 1.25,

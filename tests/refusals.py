@@ -240,10 +240,15 @@ RUNS = [
         },
         "config.optim.schedule",
     ),
-    ({"optim.name": "schedule_free_adamw"}, "config.optim.schedule.kind='cosine'"),
+    (
+        {"optim.name": "schedule_free_adamw", "model.depth_routing.causal": "aux_loss"},
+        "config.optim.schedule.kind='cosine'",
+    ),
+    ({"optim.name": "schedule_free_adamw"}, "config.optim.name='schedule_free_adamw'"),
     (
         {
             "optim.name": "schedule_free_adamw",
+            "model.depth_routing.causal": "aux_loss",
             "optim.b1": 0.0,
             "optim.schedule.kind": "constant",
         },

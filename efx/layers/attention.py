@@ -98,6 +98,8 @@ class Attention(nn.Module):
 
     def _out(self, out_BTNH):
         out_BTD = out_BTNH.reshape(*out_BTNH.shape[:2], -1)
+        if self.width is None:
+            return out_BTD
         axes, use_bias = ("heads", "embed"), self.config.bias == "all"
         return Linear(self.width, axes, self.std_out, use_bias, self.dtype, name="out")(out_BTD)
 

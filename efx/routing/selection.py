@@ -38,6 +38,8 @@ def num_causal_slots(rate, length):
 
     A packed row of up to HEADROOM + 1 documents always fits.
     """
+    if rate >= 1:
+        return length
     return min(length, int(causal_limit(np, rate, length)) + HEADROOM)
 
 
@@ -78,8 +80,9 @@ def largest(scores_BT, count):
 
 
 def topk_threshold(scores_BT, rate, valid_BT=None, tokens_B=None):
-    """Scores above this one are the top ceil(rate * n) of a row of n tokens: the mean over rows of
-    the midpoint between the k-th largest score and the next, a scalar; nan without valid tokens.
+    """Scores above this one are the top k = ceil(rate * n) of a row of n tokens: the mean over
+    tokens of the midpoint between the k-th largest score of their row and the next, a scalar; nan
+    without valid tokens.
 
     Args:
       tokens_B: n, without padding; None: T.
@@ -96,8 +99,9 @@ def topk_threshold(scores_BT, rate, valid_BT=None, tokens_B=None):
         kth_B = jnp.take_along_axis(largest_BC, k_B1 - 1, axis=1)[:, 0]
         next_B = jnp.take_along_axis(largest_BC, k_B1, axis=1)[:, 0]
     next_B = jnp.where(jnp.isfinite(next_B), next_B, kth_B - 1.0)  # all valid tokens are selected
-    counted_B = jnp.isfinite(kth_B)
-    return jnp.sum(jnp.where(counted_B, 0.5 * (kth_B + next_B), 0.0)) / jnp.sum(counted_B)
+    weight_B = jnp.isfinite(kth_B) * (1 if tokens_B is None else tokens_B)
+    middle_B = jnp.where(weight_B > 0, 0.5 * (kth_B + next_B), 0.0)
+    return jnp.sum(weight_B * middle_B) / jnp.sum(weight_B)
 
 
 def _select_topk_per_document(scores_BT, rate, valid_BT, segment_ids_BT):

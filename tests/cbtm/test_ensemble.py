@@ -61,7 +61,11 @@ def experts(**changes):
 
 
 # With room for every token, whatever the length of the text.
-MOD = {"depth_routing.kind": "mod", "depth_routing.capacity": 0.5, "depth_routing.slack": 2.0}
+MOD = {
+    "depth_routing.kind": "mod",
+    "depth_routing.capacity": 0.5,
+    "depth_routing.causal": "aux_loss",
+}
 
 
 class Wandering:

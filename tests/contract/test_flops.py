@@ -162,9 +162,9 @@ def test_ledger_by_hand():
     pairs = 8 * 8 + 8 * 16 + 4 * 4
     parts |= {"attention_scores": pairs * 4 * 4 * 8, "head": 16 * 2 * 32 * 64}
     assert flops.executed(model, 16) == sum(parts.values())
-    # In evaluation there are slack times as many slots: 4 tokens more, one chunk of 8.
-    assert model.ledger(16, "causal").nominal["mlp"] == (16 + 8) * per_token[1]
-    more = 4 * sum(per_token) + (8 * 8 - 4 * 4) * 4 * 4 * 8
+    # In evaluation there are slack times as many slots and 4 more: 8 tokens more, chunks of 8 and 4.
+    assert model.ledger(16, "causal").nominal["mlp"] == (16 + 12) * per_token[1]
+    more = 8 * sum(per_token) + (8 * 8 + 4 * 12 - 4 * 4) * 4 * 4 * 8
     assert flops.executed(model, 16, train=False) == sum(parts.values()) + more
 
 
@@ -212,7 +212,7 @@ def test_what_decides_is_counted_by_hand():
 
 
 def test_experts_cost_as_many_tokens_as_they_have_slots():
-    """16 tokens, 2 of 4 experts each, a capacity factor of 1.5: 12 slots an expert."""
+    """16 tokens, 2 of 4 experts each, a capacity factor of 1.5: 12 slots an expert and 4 more."""
     changes = {
         "mlp.kind": "moe",
         "mlp.moe.num_experts": 4,
@@ -230,12 +230,12 @@ def test_experts_cost_as_many_tokens_as_they_have_slots():
         return flops.executed(model, 16, train=train) - sum(nominal.values()) + nominal["mlp"]
 
     model = families.make(changes)
-    assert executed(model) == (4 * 12 + 16) * row
+    assert executed(model) == (4 * 16 + 16) * row
     assert model.ledger(16).nominal["mlp"] == (2 * 16 + 16) * row
     assert model.ledger(16).nominal["moe_router"] == 16 * 2 * 32 * 4
     # Half of the choices are no-ops: half of the slots, half of the cost.
     noop = families.make({**changes, "mlp.moe.num_noop": 4})
-    assert executed(noop) == (4 * 6 + 16) * row
+    assert executed(noop) == (4 * 10 + 16) * row
     assert noop.ledger(16).nominal["mlp"] == (16 + 16) * row
     assert noop.ledger(16).nominal["moe_router"] == 16 * 2 * 32 * 8
     ahead = families.make(
@@ -247,8 +247,8 @@ def test_experts_cost_as_many_tokens_as_they_have_slots():
         }
     )
     assert executed(ahead) == ahead.ledger(16).nominal["mlp"] == (4 * 4 + 16) * row
-    assert executed(ahead, train=False) == (4 * 8 + 16) * row
-    assert ahead.ledger(16, "causal").nominal["mlp"] == (4 * 8 + 16) * row
+    assert executed(ahead, train=False) == (4 * 12 + 16) * row
+    assert ahead.ledger(16, "causal").nominal["mlp"] == (4 * 12 + 16) * row
 
 
 WIDE = {

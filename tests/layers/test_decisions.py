@@ -146,8 +146,8 @@ def test_threshold_follows_the_quantile_and_then_decides():
     assert "router/accuracy" in sown
 
 
-def test_padding_and_rows_without_enough_tokens_move_no_threshold():
-    """The quantile is of valid tokens; a row with fewer than k + 1 has none; without any row theta
+def test_padding_moves_no_threshold():
+    """Each row counts by its tokens, of which the top quarter is selected; without any token theta
     and its steps stay."""
     module, p = layer(depth_routing__causal="threshold", depth_routing__capacity=0.25)
     p, x_BTD = jax.tree.map(np.float32, p), activations()
@@ -155,7 +155,9 @@ def test_padding_and_rows_without_enough_tokens_move_no_threshold():
     real_BT = np.arange(LENGTH)[None] < length_B[:, None]
     _, after = train(module)(p, state_of(), x_BTD, real_BT.astype(np.int32))
     falling = [np.sort(s[:n])[::-1] for s, n in zip(x_BTD @ p["router"], length_B, strict=True)]
-    middle = np.mean([scores[3:5].mean() for scores in falling[1:]])
+    k_B = np.ceil(0.25 * length_B).astype(int)
+    middles = [scores[k - 1 : k + 1].mean() for scores, k in zip(falling, k_B, strict=True)]
+    middle = np.average(middles, weights=length_B)
     np.testing.assert_allclose(after["threshold"]["quantile"], middle, rtol=1e-5)
     _, after = train(module)(p, state_of(2, 3), x_BTD, 0 * real_BT.astype(np.int32))
     assert jax.device_get(after) == state_of(2, 3)

@@ -43,6 +43,7 @@ def test_all_programs_of_a_run_are_compiled_and_reported(monkeypatch, capsys):
     assert [program["name"] for program in others] == [
         "evaluation with causal routing",
         "evaluation with topk routing",
+        "evaluation with off routing",
         "sampling: prefill",
         "sampling: decoding",
     ]

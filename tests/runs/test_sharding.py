@@ -203,12 +203,12 @@ def test_logits_of_split_sequences_are_those_of_one_device(changes, length, size
     """Although slots, rows or heads do not divide over the devices."""
     model = families.make({**changes, "vocab_multiple": 8}, context=length)
     model = model.clone(selection="train")
-    params = families.random_params(model, 1)
+    params, state = families.random_params(model, 1), families.random_state(model)
     tokens_BT = np.random.default_rng(0).integers(0, families.VOCAB, (rows, length))
     tokens_BT = tokens_BT.astype(np.int32)
 
     def logits(params, tokens_BT):
-        return model.apply({"params": params}, tokens_BT)
+        return model.apply({"params": params, **state}, tokens_BT)
 
     expected = families.jit(logits)(params, tokens_BT)
     rules = DEFAULT_RULES
