@@ -162,7 +162,7 @@ def test_ledger_by_hand():
     pairs = 8 * 8 + 8 * 16 + 4 * 4
     parts |= {"attention_scores": pairs * 4 * 4 * 8, "head": 16 * 2 * 32 * 64}
     assert flops.executed(model, 16) == sum(parts.values())
-    # In evaluation there are slack times as many slots and 4 more: 8 tokens more, chunks of 8 and 4.
+    # In evaluation slack times as many slots and 4 more: 8 more tokens, chunks of 8 and 4.
     assert model.ledger(16, "causal").nominal["mlp"] == (16 + 12) * per_token[1]
     more = 8 * sum(per_token) + (8 * 8 + 4 * 12 - 4 * 4) * 4 * 4 * 8
     assert flops.executed(model, 16, train=False) == sum(parts.values()) + more
