@@ -88,7 +88,7 @@ class Evaluator:
         self._changes = [Changes(model, name, mesh, rules, self._seed) for name in compared]
         self._by_layer = jax.jit(lambda stats: by_layer(stats, model))
         self._steps = steps(model, config, mesh, rules)
-        self._train_placement = sharding.Placement(mesh, rules, config.data.batch_size)
+        self._train_layout = mesh, rules, config.data.batch_size
 
     def __call__(self, params, variables):
         """{"eval/loss": nats a token, "eval/bits_per_byte": ..., ...} as Python floats."""
@@ -157,8 +157,9 @@ class Evaluator:
             )
 
     def _train_batches(self):
-        batches = self._data.train_iterator(rows=self._train_placement.rows)
-        return map(self._train_placement, itertools.islice(batches, self._config.calibrate))
+        placement = sharding.Placement(*self._train_layout)
+        batches = self._data.train_iterator(rows=placement.rows)
+        return map(placement, itertools.islice(batches, self._config.calibrate))
 
     def _batches(self, rows):
         c = self._config

@@ -97,8 +97,7 @@ class Config:
     def check(self):
         object.__setattr__(self, "model", config_of(self.model))
         routing = self.model.depth_routing
-        has_threshold = routing.kind != "none" and "threshold" in routing.trained_decisions
-        if has_threshold and self.optim.name == "schedule_free_adamw":
+        if routing.has_threshold and self.optim.name == "schedule_free_adamw":
             raise UsageError(
                 "config.optim.name='schedule_free_adamw': evaluates averaged parameters, whose "
                 "scores the thresholds do not follow; use another optimiser, or "

@@ -52,31 +52,26 @@ class Block(nn.Module):
         a_BTD = self.attention_increment(x_BTD, call, context)
         if a_BTD is None:
             return None
-        read_BTD = x_BTD if self.config.kind == "parallel" else x_BTD + a_BTD
-        return a_BTD + self.mlp_increment(read_BTD, call)
+        return a_BTD + self.mlp_increment(mlp_input(self.config, x_BTD, a_BTD), call)
 
     def attention_increment(self, x_BTD, call, context=None):
         """None if the call only writes keys and values."""
-        norm, is_post_norm = self.norm_attention, self.config.kind == "post_norm"
+        c, norm = self.config, self.norm_attention
         if context is not None:
-            context = context[0] if is_post_norm else norm(context[0]), context[1]
-        a_BTD = self.attention(x_BTD if is_post_norm else norm(x_BTD), call, context)
+            context = norm_input(c, norm, context[0]), context[1]
+        a_BTD = self.attention(norm_input(c, norm, x_BTD), call, context)
         if a_BTD is None:
             return None
-        a_BTD = norm(a_BTD) if is_post_norm else a_BTD
-        dropout = self.dropout_attention_output
-        return a_BTD if dropout is None else dropout(a_BTD, call)
+        return with_dropout(self.dropout_attention_output, norm_output(c, norm, a_BTD), call)
 
     def mlp_increment(self, x_BTD, call, context=None):
         """`context` is not used: it is there for routed blocks, which pass one to either part."""
         c, norm, dropout = self.config, self.norm_mlp, self.dropout_mlp_output
-        y_BTD = x_BTD if c.kind == "post_norm" else norm(x_BTD)
+        y_BTD = norm_input(c, norm, x_BTD)
         if dropout is not None and c.dropout.skips and c.moe is None:
             if not (call.train or self.is_initializing()):
                 return self._mlp_of_kept_tokens(y_BTD, call)
-        m_BTD = self.mlp(y_BTD, call)
-        m_BTD = norm(m_BTD) if c.kind == "post_norm" else m_BTD
-        return m_BTD if dropout is None else dropout(m_BTD, call)
+        return with_dropout(dropout, norm_output(c, norm, self.mlp(y_BTD, call)), call)
 
     def _mlp_of_kept_tokens(self, y_BTD, call):
         """The MLP for tokens whose mask is not all 0, and the fraction of them in `stats`."""

@@ -73,8 +73,8 @@ def routing_flops(b, r, length):
 
 
 def stack_flops(specs, length, mode, measured=None):
-    """{component: nominal FLOPs} of one sequence; `specs` are those of `Model.blocks`, and see
-    `Model.ledger`."""
+    """{component: nominal FLOPs} of one sequence, of the specs of `LanguageModel.blocks`; arguments
+    as in `LanguageModel.ledger`."""
     return flops.add(
         component
         for path, spec in specs.items()

@@ -48,7 +48,6 @@ class BridgedConfig:
     norm: Literal["none", "rmsnorm", "layernorm"] = "none"  # of both inputs of a bridge
     init_std: NonNegative = 0.02
 
-    causal_in_training: ClassVar[str] = "always"
     # Settings of other families that the rest of efx reads.
     scan_layers: ClassVar[bool] = False
     remat: ClassVar[str] = "none"
@@ -125,7 +124,7 @@ class Bridged(LanguageModel):
 
     @property
     def members(self):
-        """See `Model.members`. The output layers of augmenting models are not used."""
+        """See `LanguageModel.members`. The output layers of augmenting models are not used."""
         augment = {f"augment_models_{i}": (m, "head/.*") for i, m in enumerate(self.augment_models)}
         return {"anchor_model": (self.anchor_model, "")} | augment
 
@@ -143,7 +142,7 @@ class Bridged(LanguageModel):
         decode=False,
         cache_size=0,
     ):
-        """The anchor's normalised state [B, T, D], see `Model.features`; `train` has no effect."""
+        """The anchor's normalised state [B, T, D]; `train` has no effect."""
         arguments = tokens_BT, positions_BT, segment_ids_BT, False, decode, cache_size
         states = [self._states(model, arguments) for model in self.augment_models]
         pair_of_layer = {j: k for k, j in enumerate(self._bridged_layers(self.anchor_model))}

@@ -53,7 +53,6 @@ from efx.layers.stack import REMAT_POLICIES, LayerSpec, Stack, layer_specs
 from efx.models.config import ModelConfig, check_stack
 from efx.models.language_model import LanguageModel
 from efx.routing import selection
-from efx.routing.config import DepthRoutingConfig
 from efx.settings import Count, NonNegative, Pieces, PiecesOrNone, Places, block
 from efx.sharding import constrain, parameter
 
@@ -114,15 +113,11 @@ class LatentConfig(ModelConfig):
     tied: bool = True  # the output layer is the token embedding
     initialisation: Initialisation = "gpt2"  # "spike_no_more": sqrt(2 / (5 D)) of each level
     mup: MuPConfig = MuPConfig()  # `width` and level widths grow in proportion
-    depth_routing: DepthRoutingConfig = DepthRoutingConfig()
     soft_experts: SoftExpertsConfig = SoftExpertsConfig()
     dense_former: DenseFormerConfig = DenseFormerConfig()
     latent_loss: LatentLossConfig = LatentLossConfig()
 
     norm: ClassVar[str] = "rmsnorm"
-    causal_in_training: ClassVar[str] = (
-        "unless depth_routing selects by top-k or mlp.moe by expert_choice"
-    )
 
     def resolved(self):
         """Fill in all defaults; raise UsageError if the settings do not fit together."""
@@ -145,9 +140,6 @@ class LatentConfig(ModelConfig):
                 "config.model.family='latent', because latents have no token type"
             )
         return result
-
-    def refuse(self, name, message):
-        raise UsageError(f"config.model.{name}={getattr(self, name)!r}: {message}")
 
     def _check_levels(self, levels):
         if not levels or any(after >= before for before, after in itertools.pairwise(self.sizes)):
@@ -748,8 +740,8 @@ class Latent(LanguageModel):
     ):
         """The normalised state [B, T, D_0] that the output layer reads.
 
-        As in `Model.features`, except that positions need documents (`segment_ids_BT`). Decoding,
-        the tokens of a row have consecutive positions, and padding follows them.
+        As in `LanguageModel.features`, except that positions need documents (`segment_ids_BT`).
+        Decoding, the tokens of a row have consecutive positions, and padding follows them.
         """
         c, (batch, length) = self.config, tokens_BT.shape
         if c.dropout.by_position or c.positions == "absolute":
@@ -828,10 +820,6 @@ class Latent(LanguageModel):
                     name, "packed rows have no memory tokens; use 0, or config.data.packing=False"
                 )
 
-    @property
-    def logit_scale(self):
-        return self.config.mup_ratio
-
     @nn.nowrap
     def stack_length(self, length):
         return self.config.row_length(len(self.config.latents), length)
@@ -853,7 +841,7 @@ class Latent(LanguageModel):
 
     @nn.nowrap
     def ledger(self, length, selection="train", shares=None):
-        """Nominal FLOPs of one row; see `Model.ledger`."""
+        """Nominal FLOPs of one row; see `LanguageModel.ledger`."""
         c, groups, latents = self.config, self.config.num_groups(length), self.stack_length(length)
         b = c.stack_block(self.dtype)
         parts = [

@@ -8,19 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def has_thresholds(model):
-    """Whether a causal decision of the model compares scores with a threshold."""
-    routings = (spec.routing for spec in model.blocks().values())
-    return any(r is not None and "threshold" in r.trained_decisions for r in routings)
-
-
 def calibrate(model, params, variables, batches):
     """`variables` with each threshold at the mean, over these batches, of its quantile.
 
     Args:
       batches: device arrays as for `train_step`; tokens are routed by top-k.
     """
-    if not has_thresholds(model):
+    if not model.config.depth_routing.has_threshold:
         return variables
     model = model.clone(selection="topk")
 

@@ -174,6 +174,11 @@ class DepthRoutingConfig:
             names += ("threshold",)
         return tuple(dict.fromkeys(names))
 
+    @property
+    def has_threshold(self):
+        """Whether a trained decision compares scores with a threshold."""
+        return self.kind != "none" and "threshold" in self.trained_decisions
+
     def routed_blocks(self, *depths):
         """{block index: capacity} of stacks of these depths, numbered through; `every` counts in
         each stack. ValueError if the numbers of blocks and capacities differ."""

@@ -214,7 +214,7 @@ class MoDBlock(nn.Module):
         c, (batch, length, _) = self.config, x_BTD.shape
         inner = call.replace(selectable_BT=None, token_places=None).with_cache(
             size=c.slots(self.capacity, call.cache.size, "causal"),
-            kv_size=call.cache.size if c.kv_for_skipped or c.target == "mlp" else 0,
+            kv_size=call.cache.size if c.kv_for_skipped else 0,
             first=False,
         )
         if self.is_initializing():

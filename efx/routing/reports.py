@@ -42,6 +42,8 @@ def _depth_selections(model):
 
 
 def _depth_rows(model, length, passes):
+    """Losses of all ways to route (`eval/loss_topk`, `eval/loss_routed_off`), agreement with top-k,
+    and routed fractions."""
     routing = routing_of(model)
     if routing is None:
         return {}

@@ -162,14 +162,12 @@ def admit(selected_BT, rate, call, admitted_B=None):
         limit_BT = limit_BT - admitted_B[:, None]
     excess_BT = running_count(selected_BT, call.segment_ids_BT) - limit_BT
     excess_BT = jnp.where(selected_BT, jnp.maximum(excess_BT, 0), 0)
-    if call.segment_ids_BT is None:
-        refused_BT = jax.lax.cummax(excess_BT, axis=1)
-        before_BT = jnp.pad(refused_BT[:, :-1], ((0, 0), (1, 0)) + ((0, 0),) * (excess_BT.ndim - 2))
-        return selected_BT & (refused_BT == before_BT)
-    # A larger offset in each further document makes the running maximum start again there.
-    begins_BT = document_starts(call.segment_ids_BT)
-    offset_BT = jnp.cumsum(begins_BT, axis=1) * (selected_BT.shape[1] + 1)
-    offset_BT = offset_BT.reshape(*offset_BT.shape, *(1,) * (selected_BT.ndim - 2))
+    offset_BT = jnp.int32(0)
+    if call.segment_ids_BT is not None:
+        # A larger offset in each further document makes the running maximum start again there.
+        begins_BT = document_starts(call.segment_ids_BT)
+        offset_BT = jnp.cumsum(begins_BT, axis=1) * (selected_BT.shape[1] + 1)
+        offset_BT = offset_BT.reshape(*offset_BT.shape, *(1,) * (selected_BT.ndim - 2))
     refused_BT = jax.lax.cummax(excess_BT + offset_BT, axis=1)
     before_BT = jnp.pad(refused_BT[:, :-1], ((0, 0), (1, 0)) + ((0, 0),) * (excess_BT.ndim - 2))
     return selected_BT & (refused_BT == jnp.maximum(before_BT, offset_BT))
