@@ -31,12 +31,12 @@ from efx import flops, models
 from efx.configs import common
 from efx.errors import UsageError
 from efx.hostmemory import keep_freed_memory
-from efx.layers.stack import Layer
+from efx.routing.calibrate import calibrate
 from efx.sample import STREAM, Sampler, prefill_of
 
 
 def build(kind, arguments):
-    """(model, parameters) of kind "none" or "mod"."""
+    """(model, variables) of kind "none" or "mod"; the latter routes `capacity` of random text."""
     config = common.base()
     changes = {
         "preset": "llama",
@@ -50,53 +50,22 @@ def build(kind, arguments):
     model = models.build(
         config.model, vocab_size=arguments.vocab, context=arguments.context, dtype=arguments.dtype
     )
-    params = nn.unbox(jax.jit(lambda key: models.init(model, key))(jax.random.key(0)))["params"]
+    variables = nn.unbox(jax.jit(lambda key: models.init(model, key))(jax.random.key(0)))
+    params, state = variables.pop("params"), variables
     params["embed"]["embedding"] *= 30
-    return model, set_routers(model, params, arguments)
-
-
-def set_routers(model, params, arguments):
-    """Parameters whose routers route the fraction `capacity` of random tokens.
-
-    A router has no bias; element 0 of the embedding, made constant, serves as one. Its weight is
-    chosen block by block, from below, so that this fraction of scores is positive.
-    """
-    params = jax.tree.map(lambda x: x, params)  # new dicts, which are changed below
-    table_VD = params["embed"]["embedding"]
-    params["embed"]["embedding"] = table_VD.at[:, 0].set(2 * jnp.std(table_VD))
-    length = min(arguments.context, 256)
     rng = np.random.default_rng(0)
-    tokens_BT = jnp.asarray(rng.integers(0, arguments.vocab, (4, length)), jnp.int32)
-
-    @jax.jit
-    def layers(params):
-        _, state = model.apply(
-            {"params": params},
-            tokens_BT,
-            capture_intermediates=lambda module, _: isinstance(module, Layer),
-            mutable=["intermediates"],
-        )
-        return state["intermediates"]["layers"]
-
-    for i, spec in enumerate(model.specs()):
-        if spec.routing is not None and i:
-            x_BTD = layers(params)[f"block_{i - 1}"]["__call__"][0]
-            router_D = jax.random.normal(jax.random.key(i), (model.config.width,)).at[0].set(0)
-            ratio = (x_BTD @ router_D) / x_BTD[..., 0]
-            bias = -jnp.quantile(ratio, 1 - spec.capacity)
-            params["layers"][f"block_{i}"]["router"] = router_D.at[0].set(bias)
-    return params
+    tokens_BT = rng.integers(0, arguments.vocab, (4, min(arguments.context, 256)))
+    batches = [{"inputs": jnp.asarray(tokens_BT, jnp.int32)}]
+    return model, {"params": params, **calibrate(model, params, state, batches)}
 
 
-def measure(sampler, params, arguments):
+def measure(sampler, variables, arguments):
     """(tokens/s, tokens per second of CPU time, stats) of one run."""
     rng = np.random.default_rng(1)
     prompts = rng.integers(0, arguments.vocab, (sampler.batch_size, arguments.prompt)).tolist()
     seeds = range(sampler.batch_size)
     cpu, last_time = 0.0, None
-    for _ in sampler.tokens(
-        {"params": params}, prompts, max_new_tokens=arguments.tokens, seeds=seeds
-    ):
+    for _ in sampler.tokens(variables, prompts, max_new_tokens=arguments.tokens, seeds=seeds):
         # The first piece includes the prefill, which is not counted.
         cpu += time.process_time() - last_time if last_time else 0.0
         last_time = time.process_time()
@@ -105,7 +74,7 @@ def measure(sampler, params, arguments):
     return stats["tokens_per_second"], decoded / max(cpu, 1e-9), stats
 
 
-def prefill_flops(model, params, arguments):
+def prefill_flops(model, variables, arguments):
     """(FLOPs executed, FLOPs of a forward pass) of reading one prompt, without the output layer."""
     cache, total = models.init_cache(model, 1, arguments.context), 0
     tokens_T = np.random.default_rng(1).integers(0, arguments.vocab, arguments.prompt)
@@ -117,7 +86,7 @@ def prefill_flops(model, params, arguments):
 
         def prefill(cache, padded_tokens_T=padded_tokens_T, input_positions_T=input_positions_T):
             return model.apply(
-                {"params": params, "cache": cache},
+                {**variables, "cache": cache},
                 jnp.asarray(padded_tokens_T, jnp.int32)[None],
                 jnp.asarray(input_positions_T, jnp.int32)[None],
                 decode=True,
@@ -192,7 +161,7 @@ def best_of_rounds(built, others, batch, arguments):
     which all take turns.
 
     Args:
-      built: {name: (model, parameters)}. others: {name: `Transformers`}, whose stats are {}.
+      built: {name: (model, variables)}. others: {name: `Transformers`}, whose stats are {}.
     """
     best = {}
     samplers = {
@@ -200,8 +169,8 @@ def best_of_rounds(built, others, batch, arguments):
         for name, (model, _) in built.items()
     }
     for _ in range(arguments.rounds):
-        for name, (_, params) in built.items():
-            wall, cpu, stats = measure(samplers[name], params, arguments)
+        for name, (_, variables) in built.items():
+            wall, cpu, stats = measure(samplers[name], variables, arguments)
             best_so_far = best.get(name, (0.0, 0.0, stats))
             best_prefill = best_so_far[2].get("prefill_seconds", stats["prefill_seconds"])
             stats["prefill_seconds"] = min(stats["prefill_seconds"], best_prefill)
@@ -244,9 +213,9 @@ def main(argv=None):
                 ratios = [best[name][i] / best[baseline][i] for i in (0, 1)]
                 text = f"{ratios[0]:>9.2f} {f'({ratios[1]:.2f})':>9}"
                 print(f"{batch:>5} {f'{name} / {baseline}':20} {text}", flush=True)
-    for name, (model, params) in built.items():
+    for name, (model, variables) in built.items():
         prefill, forward = (
-            f"{count / 1e6:.1f}" for count in prefill_flops(model, params, arguments)
+            f"{count / 1e6:.1f}" for count in prefill_flops(model, variables, arguments)
         )
         print(f"{name}: {prefill} MFLOPs to read a prompt, {forward} for a forward pass over it")
 
