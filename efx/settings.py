@@ -96,16 +96,23 @@ Probability = Annotated[float, Range(least=0, below=1)]
 def block(where):
     """Class decorator: a frozen dataclass whose values are converted and checked when it is made.
 
+    Blocks have the method `refuse(name, message)`, which raises a `UsageError` for a value.
+
     Args:
       where: the block's name in a config, such as "config.model.mlp".
     """
 
     def decorate(cls):
         cls.where = where
+        cls.refuse = _refuse
         cls.__post_init__ = _check_fields
         return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
     return decorate
+
+
+def _refuse(self, name, message):
+    raise UsageError(f"{self.where}.{name}={getattr(self, name)!r}: {message}")
 
 
 def is_block(value):

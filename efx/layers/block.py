@@ -9,7 +9,7 @@ from flax import linen as nn
 from efx import means
 from efx.layers.attention import Attention
 from efx.layers.config import BlockConfig
-from efx.layers.learned_dropout import compute_kept_tokens, make_dropout
+from efx.layers.learned_dropout import apply_mask, compute_kept_tokens, make_dropout
 from efx.layers.mlp import MLP
 from efx.layers.moe import ROUTER_STD, MoE
 from efx.layers.norms import NORMS
@@ -83,8 +83,7 @@ class Block(nn.Module):
             means.sow(self, "stats", "mlp/computed_fraction", computed)
             sow_choice(self, "mlp_computed", kept_BT, call)
         m_BTD = compute_kept_tokens(self.mlp, y_BTD, kept_BT, c.dropout.attention.skip_tile)
-        m_BTD = norm_output(c, self.norm_mlp, m_BTD)
-        return (m_BTD.astype(jnp.float32) * mask_BTD).astype(m_BTD.dtype)
+        return apply_mask(norm_output(c, self.norm_mlp, m_BTD), mask_BTD)
 
 
 class SkipMLP(nn.Module):

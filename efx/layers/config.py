@@ -1,7 +1,7 @@
 """Settings of layers, the same in every family, and `BlockConfig`, the settings of one block."""
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 
@@ -50,9 +50,9 @@ class RopeScalingConfig:
 
     def check(self):
         if self.high_frequency_factor <= self.low_frequency_factor:
-            raise UsageError(
-                f"{self.where}.high_frequency_factor={self.high_frequency_factor}: must be more "
-                f"than low_frequency_factor={self.low_frequency_factor}"
+            self.refuse(
+                "high_frequency_factor",
+                f"must be more than low_frequency_factor={self.low_frequency_factor}",
             )
 
 
@@ -85,25 +85,19 @@ class AttentionConfig:
         """With every field filled in.
 
         Args:
-          width: of the model. rope: whether positions are rotary. mup: `MuPConfig` of the model.
+          width, mup, use_bias: of the model. rope: whether positions are rotary.
         """
         kv_heads = self.num_kv_heads or self.num_heads
         if not self.head_dim and width % self.num_heads:
-            raise UsageError(
-                f"config.model.width={width} is not divisible by "
-                f"{self.where}.num_heads={self.num_heads}"
-            )
+            self.refuse("num_heads", f"must divide config.model.width={width}")
         if self.num_heads % kv_heads:
-            raise UsageError(
-                f"{self.where}.num_heads={self.num_heads} is not divisible by "
-                f"{self.where}.num_kv_heads={kv_heads}"
-            )
+            self.refuse("num_heads", f"not divisible by {self.where}.num_kv_heads={kv_heads}")
         head_dim = self.head_dim or width // self.num_heads
         if rope:
             self.check_rotary(head_dim, f"{self.where}.head_dim={head_dim}")
-        if rope and not self.rope_theta:
-            raise UsageError(f"{self.where}.rope_theta=0.0: must be more than 0 with rope")
-        # A stated head_dim is that of the base width, too.
+            if not self.rope_theta:
+                self.refuse("rope_theta", "must be more than 0 with rotary positions")
+        # The model of the base width has the same `head_dim`, if it is set.
         ratio = 1.0 if self.head_dim else mup.width_ratio(width)
         return dataclasses.replace(
             self,
@@ -114,20 +108,17 @@ class AttentionConfig:
             bias=self.bias or ("all" if use_bias else "none"),
         )
 
-    def check_rotary(self, head_dim, where, shown=""):
+    def check_rotary(self, head_dim, where):
         """Raise UsageError unless heads of this width can rotate.
 
         Args:
-          where: setting and value that decide the width. shown: how they do.
+          where: the setting, with its value, that decides the width.
         """
-        turned = self.rotary_size(head_dim)
-        if self.rope_fraction == 1.0 and turned % 2:
-            raise UsageError(f"{where}: rope needs an even head width, not {shown or head_dim}")
-        if turned % 2 or not turned:
-            raise UsageError(
-                f"{self.where}.rope_fraction={self.rope_fraction}: rope needs an even number of "
-                f"features, not {turned} of {head_dim}"
-            )
+        size = self.rotary_size(head_dim)
+        if self.rope_fraction == 1.0 and size % 2:
+            raise UsageError(f"{where}: rotary positions need an even head width, not {head_dim}")
+        if size % 2 or not size:
+            self.refuse("rope_fraction", f"must rotate an even number of features, not {size}")
 
     def rotary_size(self, head_dim):
         """Number of features of a head that rotate."""
@@ -155,11 +146,11 @@ class MoEConfig:
     # Tokens choose their top_k experts, or experts choose tokens, which looks ahead in training.
     router: Literal["token_choice", "expert_choice"] = "token_choice"
     top_k: Count = 2  # token_choice: experts per token
-    # token_choice: the weights of the selected experts sum to one. With top_k=1 they then are one,
-    # and the router learns from its losses only; False keeps the probabilities, as Switch does.
+    # token_choice: the weights of the selected experts sum to 1. With top_k=1 every weight is 1 and
+    # the router learns from its own losses only; False keeps the probabilities, as Switch does.
     renormalise: bool = True
-    # token_choice: rate k factor / (E + num_noop) of the tokens that an expert computes at most,
-    # see `selection.admit`.
+    # token_choice: an expert computes at most the fraction top_k * capacity_factor /
+    # (num_experts + num_noop) of a sequence, see `selection.admit`.
     capacity_factor: Positive = 1.25
     capacity: Fraction = 0.25  # expert_choice: fraction of a sequence that an expert computes
     slack: AtLeastOne = 2.0  # expert_choice: the causal rate is capacity * slack
@@ -171,23 +162,16 @@ class MoEConfig:
 
     def check(self):
         if self.router == "expert_choice" and self.computed_fraction is not None:
-            raise UsageError(
-                f"{self.where}.computed_fraction={self.computed_fraction}: expert_choice "
-                "always fills its slots; leave the setting out"
+            self.refuse(
+                "computed_fraction", "expert_choice always fills its slots; leave the setting out"
             )
         if self.router == "expert_choice" and self.num_noop:
-            raise UsageError(
-                f"{self.where}.num_noop={self.num_noop}: expert_choice has no no-op experts "
-                "(an unselected token keeps its residual anyway); set it to 0"
-            )
-        if self.router == "token_choice" and self.top_k > self.choices:
-            raise UsageError(
-                f"{self.where}.top_k={self.top_k}: must be at most the number of experts, "
-                f"{self.choices} (including no-op experts)"
-            )
+            self.refuse("num_noop", "expert_choice has no no-op experts; set it to 0")
+        if self.router == "token_choice" and self.top_k > self.num_choices:
+            self.refuse("top_k", f"must be at most {self.num_choices}, experts and no-op experts")
 
     @property
-    def choices(self):
+    def num_choices(self):
         """Number of experts and no-op experts."""
         return self.num_experts + self.num_noop
 
@@ -195,7 +179,7 @@ class MoEConfig:
     def counted_fraction(self):
         """`computed_fraction`, or its value for balanced choices."""
         if self.computed_fraction is None:
-            return self.num_experts / self.choices
+            return self.num_experts / self.num_choices
         return self.computed_fraction
 
     @property
@@ -206,7 +190,7 @@ class MoEConfig:
     def rate(self):
         """Fraction of a sequence that one expert computes at most under a causal selection."""
         if self.router == "token_choice":
-            return self.top_k * self.capacity_factor / self.choices
+            return self.top_k * self.capacity_factor / self.num_choices
         return self.capacity * self.slack
 
     def slots(self, length, mode):
@@ -230,11 +214,12 @@ class MLPConfig:
     moe: MoEConfig = MoEConfig()
 
     def resolved(self, depth, activation):
-        """With an activation. depth: blocks of the longest stack."""
+        """With this activation if none is set. depth: blocks of the longest stack."""
         if self.kind == "moe" and self.moe.every > depth:
-            raise UsageError(
-                f"{self.moe.where}.every={self.moe.every}: the stack has {depth} blocks, so "
-                f"none would have experts; use a smaller number, or {self.where}.kind='dense'"
+            self.moe.refuse(
+                "every",
+                f"the stack has {depth} blocks, so none would have experts; use a smaller number, "
+                f"or {self.where}.kind='dense'",
             )
         return dataclasses.replace(self, activation=self.activation or activation)
 
@@ -247,6 +232,7 @@ class MLPConfig:
 
     @property
     def matrices(self):
+        """Number of matrices."""
         return 3 if self.activation == "swiglu" else 2
 
 
@@ -268,15 +254,17 @@ class SoftExpertsConfig:
     def check_depth(self, depth, mlp):
         """Raise UsageError unless a stack of this depth with this `MLPConfig` can have them."""
         if self.num and self.every > depth:
-            raise UsageError(
-                f"{self.where}.every={self.every}: the stack has {depth} blocks, so none would "
-                f"have soft experts; use a smaller number, or {self.where}.num=0"
+            self.refuse(
+                "every",
+                f"the stack has {depth} blocks, so none would have soft experts; use a smaller "
+                f"number, or {self.where}.num=0",
             )
         both = [i for i in range(depth) if self.in_block(i) and mlp.moe.in_block(i)]
         if mlp.kind == "moe" and both:
-            raise UsageError(
-                f"{self.where}.every={self.every} and {mlp.moe.where}.every={mlp.moe.every}: block "
-                f"{both[0]} would have both soft experts and a Mixture of Experts"
+            self.refuse(
+                "every",
+                f"with {mlp.moe.where}.every={mlp.moe.every} block {both[0]} would have both soft "
+                "experts and a Mixture of Experts; change one of the two",
             )
 
     def in_block(self, index):
@@ -340,19 +328,19 @@ class MaskAttentionConfig:
     input: Literal["hidden", "embedding", "embedding_linear"] = "hidden"
     detach: bool = False  # no gradient from the masks to their input
     num_heads: Natural = 0  # 0: as the model
-    shift_init: NonNegative = 0.0  # initial b, in [0, pi]; 0: all is kept at first
-    # "stochastic": 1 with probability m in training, m >= 0.5 at inference; "sigmoid": of
-    # s (m - 1/2)
+    shift_init: NonNegative = 0.0  # initial b, in [0, pi]; 0: masks start near 1
+    # "stochastic": 1 with probability m in training, m >= 0.5 at inference; "sigmoid":
+    # sigmoid(s (m - 1/2)); "sigmoid_straight_through": the same with the gradient of m.
     rounding: Literal["none", "stochastic", "sigmoid", "sigmoid_straight_through"] = "stochastic"
     sigmoid_scale: Positive = 60.0  # s
     granularity: Literal["feature", "token"] = "feature"  # one mask value per feature or per token
-    # At inference MLPs compute only tokens whose mask is not 0, this many at a time; 0: all. Needs
-    # an embedding input and rounding="stochastic"; pays with granularity="token".
+    # At inference MLPs compute only tokens whose mask is not 0, this many at a time; 0: all tokens.
+    # Needs an embedding input and rounding="stochastic"; saves compute with granularity="token".
     skip_tile: Natural = 0
 
     def check(self):
         if self.shift_init > 3.1416:
-            raise UsageError(f"{self.where}.shift_init={self.shift_init}: must be in [0, pi]")
+            self.refuse("shift_init", "must be in [0, pi]")
 
 
 @block("config.model.dropout")
@@ -361,7 +349,7 @@ class DropoutConfig:
 
     kind: Literal["none", "standard", "elementwise", "attention"] = "none"  # the last two: learned
     rate: Probability = 0.1  # standard: fraction of the elements that are zeroed
-    # kind="attention" has no form for attention_probs.
+    # kind="attention" has no masks for attention_probs.
     sites: tuple[Site, ...] = ("embedding", "attention_probs", "attention_output", "mlp_output")
     elementwise: ElementwiseConfig = ElementwiseConfig()
     attention: MaskAttentionConfig = MaskAttentionConfig()
@@ -369,35 +357,37 @@ class DropoutConfig:
     def check(self):
         a = self.attention
         if self.skips and (a.input == "hidden" or a.rounding != "stochastic"):
-            raise UsageError(
-                f"{a.where}.skip_tile={a.skip_tile}: needs masks known before the MLP and "
-                "exactly 0: attention.input='embedding' or 'embedding_linear' (not "
-                f"{a.input!r}) and attention.rounding='stochastic' (not {a.rounding!r})"
+            a.refuse(
+                "skip_tile",
+                "needs masks that are known before the MLP and are exactly 0: input='embedding' or "
+                f"'embedding_linear' (not {a.input!r}) and rounding='stochastic' (not "
+                f"{a.rounding!r})",
             )
         if self.kind == "attention" and "attention_probs" in self.sites:
-            raise UsageError(
-                f"{self.where}.sites has 'attention_probs', but the masks of "
-                f"{self.where}.kind='attention' are as wide as the model: leave that site out, or "
-                "use kind='elementwise'"
+            self.refuse(
+                "sites",
+                "kind='attention' has no masks for attention_probs; leave that site out, or use "
+                "kind='elementwise'",
             )
         if self.kind != "none" and not self.sites:
-            raise UsageError(
-                f"{self.where}.sites=(): kind={self.kind!r} needs sites; use some of "
-                "embedding, attention_probs, attention_output, mlp_output, or "
-                f"{self.where}.kind='none'"
+            self.refuse(
+                "sites",
+                f"kind={self.kind!r} needs sites; use some of {', '.join(get_args(Site))}, or "
+                "kind='none'",
             )
 
     def resolved(self, width, num_heads):
         """With the number of heads of the masks' attention filled in."""
         a = dataclasses.replace(self.attention, num_heads=self.attention.num_heads or num_heads)
         if self.kind == "attention" and width % a.num_heads:
-            raise UsageError(
-                f"config.model.width={width} is not divisible by "
-                f"{a.where}.num_heads={a.num_heads} (0: config.model.attention.num_heads)"
+            a.refuse(
+                "num_heads",
+                f"must divide config.model.width={width} (0: config.model.attention.num_heads)",
             )
         return dataclasses.replace(self, attention=a)
 
     def active(self, site):
+        """Whether there is dropout or a mask at this site."""
         return site in self.sites and (self.learned or (self.kind == "standard" and self.rate > 0))
 
     @property
@@ -407,23 +397,22 @@ class DropoutConfig:
     @property
     def skips(self):
         """Whether MLPs skip tokens with a mask of 0 at inference."""
-        return (
-            self.kind == "attention" and self.attention.skip_tile > 0 and self.active("mlp_output")
-        )
+        has_masks = self.kind == "attention" and self.active("mlp_output")
+        return has_masks and self.attention.skip_tile > 0
 
     @property
     def by_position(self):
-        """Whether masks have an entry for each position of the context."""
+        """Whether masks have parameters for each position of the context."""
         return self.kind == "elementwise" and self.active("attention_probs")
 
     @property
-    def shared(self):
-        """Whether all masks read one pass over the input embedding."""
+    def has_mask_input(self):
+        """Whether all masks read one attention over the input embedding, `MaskInput`."""
         return self.kind == "attention" and self.attention.input != "hidden" and bool(self.sites)
 
     @property
     def own_attention(self):
-        """Whether every mask has its own attention."""
+        """Whether each mask computes an attention."""
         return self.kind == "attention" and self.attention.input != "embedding_linear"
 
 
@@ -460,15 +449,15 @@ class BlockConfig:
     soft: SoftExpertsConfig | None = None
 
 
-def with_experts(b, mlp, index):
-    """The block `b`, with experts if the block with this index has them."""
-    if mlp.kind != "moe" or not mlp.moe.in_block(index):
-        return b
-    return dataclasses.replace(b, moe=mlp.moe, hidden=mlp.moe.expert_hidden or b.hidden)
+def block_in_stack(b, c, index):
+    """The `BlockConfig` of the block with this index in its stack.
 
-
-def with_soft_experts(b, soft, index):
-    """The block `b`, with soft experts if the block with this index has them."""
-    if not soft.in_block(index):
-        return b
-    return dataclasses.replace(b, soft=soft, hidden=soft.hidden(b.width))
+    Args:
+      b: of a block without experts. c: resolved config of the family.
+    """
+    changes, moe, soft = dict(attention=b.attention.of_block(index)), c.mlp.moe, c.soft_experts
+    if c.mlp.kind == "moe" and moe.in_block(index):
+        changes |= dict(moe=moe, hidden=moe.expert_hidden or b.hidden)
+    if soft.in_block(index):
+        changes |= dict(soft=soft, hidden=soft.hidden(b.width))
+    return dataclasses.replace(b, **changes)

@@ -35,7 +35,7 @@ def mlp_flops(b, tokens, selection="train"):
         rows = moe.num_experts * moe.slots(tokens, selection) + moe.num_shared * tokens
     parts = {"mlp": b.mlp.matrices * flops.matmul(rows, b.width, b.hidden)}
     if moe is not None:
-        parts["moe_router"] = flops.matmul(tokens, b.width, moe.choices)
+        parts["moe_router"] = flops.matmul(tokens, b.width, moe.num_choices)
     return parts
 
 
@@ -155,7 +155,8 @@ def mask_input_flops(b, tokens, pairs):
     """{component: FLOPs} of the input that all masks share: an attention over the embedding and a
     linear layer."""
     c = b.dropout
-    return _mask_flops(b, tokens, pairs, c.shared, b.width * (c.shared and c.own_attention))
+    linears = b.width if c.has_mask_input and c.own_attention else 0
+    return _mask_flops(b, tokens, pairs, c.has_mask_input, linears)
 
 
 def embedding_mask_flops(b, tokens, pairs):

@@ -9,10 +9,10 @@
 
 Attn is causal multi-head self-attention without output projection, emb the model's input embedding.
 E' is computed once for all masks (`MaskInput`). b is not clipped to [0, pi]: cos is even and
-periodic, so every b is equivalent to one in that interval. Mask arithmetic is float32.
+periodic, so every b is equivalent to one in that interval. Masks are float32.
 
 Each mask sows means over the elements of its valid tokens: `penalties` into `losses`, `statistics`
-into `stats`. Every parameter is a leaf `mask_...`, so ".*/mask_[a-z]+" matches all of them.
+into `stats`. The pattern ".*/mask_[a-z]+" matches the parameters of all masks.
 """
 
 import math
@@ -27,6 +27,7 @@ from efx.layers.attend import attend
 from efx.layers.config import BlockConfig, ElementwiseConfig
 from efx.layers.dropout import ProbsDropout, StandardDropout
 from efx.layers.kv_cache import attend_cached
+from efx.layers.linear import matmul
 from efx.layers.report import Report, choices_requested, sow_choice
 from efx.routing.selection import add, in_rounds, take
 from efx.sharding import constrain, parameter
@@ -35,14 +36,14 @@ from efx.sharding import constrain, parameter
 
 # Taylor series of cos(sqrt(h)), highest power first: exact in float32 up to h = (pi / 2)^2.
 _COSINE = [(-1) ** n / math.factorial(2 * n) for n in range(6, -1, -1)]
-_TWO_PI_HIGH = 6.28125  # 2 pi in eight bits: its products with small integers are exact
+_TWO_PI_HIGH = 6.28125  # 2 pi to eight bits: its products with small integers are exact
 
 
 def cosine_mask(angle):
     """0.5 cos(angle) + 0.5 in float32, as cos(angle / 2)^2, which stays inside [0, 1].
 
-    A polynomial: XLA's cosine on CPUs is scalar code and is repeated in every reduction that the
-    mask is fused into. A mask with its penalties and statistics takes a sixth of the time.
+    A polynomial: XLA's cosine on CPUs is scalar code, repeated in every reduction into which XLA
+    fuses the mask. With it a mask, its penalties and statistics would take six times as long.
     """
     u = angle.astype(jnp.float32)
     turns = jnp.round(u / (2 * math.pi))
@@ -104,8 +105,8 @@ def statistics(m, rounded):
 # ---- losses, statistics and masks of a module ----------------------------------------------------
 
 
-def _outputs(module, m, rounded, counted):
-    """({collection: {name: `Mean`}}, [(rounded, counted)]), each empty if it is not requested.
+def _mask_outputs(module, m, rounded, counted):
+    """({collection: {name: `Mean`}}, [(rounded, counted)]), each empty unless requested.
 
     Args:
       m, rounded: the mask before and after rounding, [B, T, D], or [B, K, G, T, S] of attention.
@@ -123,13 +124,13 @@ def _outputs(module, m, rounded, counted):
     return element_means, masks
 
 
-def _sow_outputs(module, element_means, masks, call):
-    """Sow the results of `_outputs`. Several masks are blocks of queries of one mask."""
+def _sow_mask_outputs(module, element_means, masks, call):
+    """Sow the results of `_mask_outputs`. `masks`: one mask, or its blocks of queries."""
     for collection, named in element_means.items():
         for name, mean in named.items():
             means.sow(module, collection, name, mean)
     if masks:
-        # int8: 1 kept, 0 dropped, -1 not counted. `efx/changes.py` compares successive evaluations.
+        # int8: 1 kept, 0 dropped, -1 not counted. `efx.changes` compares successive evaluations.
         kept = (jnp.where(counted, rounded >= 0.5, -1) for rounded, counted in masks)
         module.sow("masks", "dropout/changed", tuple(part.astype(jnp.int8) for part in kept))
         kept = [_mean_of_tokens(rounded >= 0.5, counted) for rounded, counted in masks]
@@ -139,7 +140,7 @@ def _sow_outputs(module, element_means, masks, call):
 
 
 def _mean_of_tokens(values, counted):
-    """[B, T]: the mean over the counted elements of each token."""
+    """Mean [B, T] over the counted elements of each token."""
     axes = (*range(1, values.ndim - 2), -1)  # T is the last axis but one
     counted = jnp.broadcast_to(counted, values.shape)
     total_BT = jnp.sum(jnp.where(counted, values, 0), axes, jnp.float32)
@@ -149,11 +150,11 @@ def _mean_of_tokens(values, counted):
 def _sow_mask(module, m_BTD, rounded_BTD, call):
     if not call.decode:
         valid_BT1 = call.real(m_BTD.shape[0])[..., None]
-        _sow_outputs(module, *_outputs(module, m_BTD, rounded_BTD, valid_BT1), call)
+        _sow_mask_outputs(module, *_mask_outputs(module, m_BTD, rounded_BTD, valid_BT1), call)
 
 
 def apply_mask(x_BTD, rounded_BTD):
-    """x * mask in float32, in the dtype of x."""
+    """x * mask, computed in float32, in the dtype of x."""
     return (x_BTD.astype(jnp.float32) * rounded_BTD).astype(x_BTD.dtype)
 
 
@@ -179,7 +180,7 @@ def _elementwise_mask(config, x, a, b):
 
 
 class ElementwiseMask(nn.Module):
-    """x [B, T, D] -> x * m, m = 0.5 cos(a * sg(x) + b) + 0.5, sharpened if so configured."""
+    """x [B, T, D] -> x * m, m = 0.5 cos(a * sg(x) + b) + 0.5, or the sigmoid of `sharpen`."""
 
     config: ElementwiseConfig
 
@@ -194,8 +195,9 @@ class ElementwiseMask(nn.Module):
 class ElementwiseProbsMask(nn.Module):
     """The elementwise mask of attention probabilities, with a and b [context] by key position.
 
-    Routed tokens and cache entries keep their positions, hence their a and b. The masked
-    probabilities are not renormalised. Means count only pairs that attention allows.
+    Routed tokens and cache entries keep their positions, so also their a and b. The masked
+    probabilities are not renormalised. Means count only pairs of queries and keys that the
+    attention mask allows.
     """
 
     config: ElementwiseConfig
@@ -214,7 +216,7 @@ class ElementwiseProbsMask(nn.Module):
             m_BKGTS, rounded_BKGTS = _elementwise_mask(self.config, probs_BKGTS, a, b)
             valid_BT = jax.lax.dynamic_slice_in_dim(call.real(batch), q_start, queries, axis=1)
             counted = (allowed_BTS & valid_BT[..., None])[:, None, None]
-            outputs = _outputs(self, m_BKGTS, rounded_BKGTS, counted)
+            outputs = _mask_outputs(self, m_BKGTS, rounded_BKGTS, counted)
             return probs_BKGTS * rounded_BKGTS, outputs
 
         return ProbsDropout(multiply)
@@ -227,7 +229,7 @@ class ElementwiseProbsMask(nn.Module):
             sums.append(jax.tree.map(lambda y: jnp.sum(y, axis=0), block_means))
             for rounded, counted in stacked_masks:
                 masks += zip(rounded, counted, strict=True)
-        _sow_outputs(self, jax.tree.map(lambda *y: sum(y), *sums), masks, call)
+        _sow_mask_outputs(self, jax.tree.map(lambda *y: sum(y), *sums), masks, call)
 
 
 # ---- attention -----------------------------------------------------------------------------------
@@ -235,17 +237,15 @@ class ElementwiseProbsMask(nn.Module):
 
 def _linear(module, name, x_BTD, features, axes, block):
     """x W [B, T, features] in the model's dtype."""
-    width = x_BTD.shape[-1]
     init = nn.initializers.normal(block.std)
-    kernel = parameter(module, name, init, (width, features), axes)
-    y = jnp.dot(x_BTD.astype(block.dtype).reshape(-1, width), kernel.astype(block.dtype))
-    return y.reshape(*x_BTD.shape[:-1], features)
+    kernel = parameter(module, name, init, (x_BTD.shape[-1], features), axes)
+    return matmul(x_BTD.astype(block.dtype), kernel.astype(block.dtype))
 
 
 class MaskAttention(nn.Module):
     """x [B, T, D] -> u [B, T, D]: causal multi-head self-attention without output projection.
 
-    It has no rotary positions and no softcap, and the window of the block's own attention.
+    It has the window of the block's attention, but no rotary positions and no softcap.
     """
 
     block: BlockConfig
@@ -268,8 +268,8 @@ class MaskAttention(nn.Module):
         q_BTNH, k_BTNH, v_BTNH = (project(f"mask_{name}") for name in ("query", "key", "value"))
         options = dict(scale=c.score_factor * head_dim**-0.5, window=c.window)
         if call.decode:
-            # A block with `kv_for_skipped` only reads here: it has cached the keys of all tokens.
-            # Its masks attend over the computed tokens, so they write those now.
+            # A block with `kv_for_skipped` has cached the keys of all tokens and only reads now.
+            # Its masks attend to the computed tokens, so they write as well.
             call = call.with_cache(access="both", kv_size=0)
             u_BTNH = attend_cached(self, q_BTNH, k_BTNH, v_BTNH, call, call, None, options)
         else:
@@ -280,7 +280,7 @@ class MaskAttention(nn.Module):
 
 
 class MaskInput(nn.Module):
-    """emb [B, T, D] -> E' [B, T, D]; with `detach` without a gradient to emb."""
+    """emb [B, T, D] -> E' [B, T, D]; `detach` stops the gradient to emb."""
 
     block: BlockConfig
 
@@ -335,10 +335,10 @@ class AttentionMask(nn.Module):
 
 
 def compute_kept_tokens(module, x_BTD, kept_BT, tile):
-    """module(x) [B, T, D] for kept tokens, 0 for the others. For inference: it has no reverse mode.
+    """module(x) [B, T, D] for kept tokens, 0 for the others, without reverse mode.
 
     Args:
-      module: computes each token by itself, [B, T, D] -> [B, T, D].
+      module: [B, T, D] -> [B, T, D], each token by itself.
       tile: number of tokens in a round; there are ceil(kept / tile) rounds.
     """
     x_1ND, kept_1N = x_BTD.reshape(1, -1, x_BTD.shape[-1]), kept_BT.reshape(1, -1)
@@ -369,7 +369,7 @@ def make_dropout(block, site, name=None):
 
 def make_mask_input(block, name=None):
     """Make the module that computes `Call.mask_input_BTD`, or return None if no mask reads it."""
-    return MaskInput(block, name=name) if block.dropout.shared else None
+    return MaskInput(block, name=name) if block.dropout.has_mask_input else None
 
 
 # ---- evaluation ----------------------------------------------------------------------------------
@@ -378,10 +378,9 @@ COMPUTED = "mlp/computed_fraction"  # sown by blocks whose MLP skips dropped tok
 
 
 def _flops_row(model, length, passes):
-    """FLOPs per token of a model whose MLPs compute kept tokens only.
+    """{metric: FLOPs per token} of a model whose MLPs compute kept tokens only.
 
-    No row with depth routing or for latents: there the ledger's MLP FLOPs are not those of all
-    blocks at `length` tokens.
+    Empty with depth routing and for latents, whose blocks do not all have `length` tokens.
     """
     computed = passes.means["causal"].get(COMPUTED)
     if computed is None:

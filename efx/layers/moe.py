@@ -9,8 +9,7 @@ with its largest logits, which looks ahead. As for Mixture-of-Depths, the gate i
 and evaluation and sampling select causally, by logit > 0.
 
 Under a causal selection an expert admits at most ceil(rate (t + 1)) + HEADROOM of the tokens 0..t
-of a sequence, the earlier first (`selection.admit`). The experts' sum of a dropped token lacks the
-experts that dropped it.
+of a sequence, the earlier first (`selection.admit`). The sums of dropped tokens lack this expert.
 """
 
 import functools
@@ -31,14 +30,14 @@ from efx.routing import admission, selection
 from efx.sharding import constrain, exchange, parameter
 
 ROUTER_STD = 0.02
-# Axes of [E, B, C, D]: each device gathers the tokens of its own rows, then sends them to the
-# device of their expert.
+# Logical axes of [E, B, C, D]: a device gathers tokens of its rows, then sends them to the devices
+# of their experts.
 BY_ROW = None, "batch", None, "act_embed"
 BY_EXPERT = "act_expert", "expert_batch", None, "act_embed"
 
 
 class ExpertLinear(nn.Module):
-    """A linear layer for each expert: kernel [E, D, F], bias [E, F]."""
+    """E linear layers: kernel [E, D, F], bias [E, F]."""
 
     num_experts: int
     features: int
@@ -54,7 +53,7 @@ class ExpertLinear(nn.Module):
         def param(name, init, axes, *shape):
             value = parameter(self, name, init, (self.num_experts, *shape), ("expert", *axes))
             if expert_C is not None:
-                value = value.at[expert_C].get(mode="clip")  # reads these experts only
+                value = value.at[expert_C].get(mode="clip")  # reads only these experts
             return value.astype(self.dtype)
 
         init = nn.initializers.normal(self.std) if self.std else nn.initializers.zeros
@@ -68,7 +67,7 @@ class ExpertLinear(nn.Module):
 
 
 class Experts(MLP):
-    """E MLPs with stacked parameters. Inputs as of `ExpertLinear`."""
+    """E MLPs with stacked parameters. Inputs as in `ExpertLinear`."""
 
     num_experts: int
 
@@ -92,7 +91,7 @@ class MoE(MLP):
 
     Sows the losses `load_balance` and `router_z` (token choice) or `expert_bce` (expert choice),
     means over valid tokens, and statistics `moe/...`. Padding and unused slots of a depth-routed
-    block are invalid. The cache counts the `admitted` tokens [B, E] and the `dropped` [B].
+    block are invalid. The cache counts admitted and dropped choices: [B, E] and [B].
 
     Attributes:
       hidden: F of one expert.
@@ -109,8 +108,8 @@ class MoE(MLP):
             warn_if_router_is_untrained(c)
         options = (self.activation, self.use_bias, self.std, self.std_out, self.dtype)
         experts = Experts(self.hidden, *options, c.num_experts, name="experts")
-        # A router of zeros would send every token to the first experts.
-        init, shape = nn.initializers.normal(self.router_std), (x_BTD.shape[-1], c.choices)
+        # From zero, the router would select the first experts for every token.
+        init, shape = nn.initializers.normal(self.router_std), (x_BTD.shape[-1], c.num_choices)
         router_DE = parameter(self, "router", init, shape, ("norm", None))
         logits_BTE = jnp.einsum(
             "BTD,DE->BTE", x_BTD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST
@@ -128,7 +127,7 @@ class MoE(MLP):
         c, (batch, length, width) = self.config, x_BTD.shape
         expert_BTK = largest_indices(jax.lax.stop_gradient(logits_BTE), c.top_k)
         expert_BTK = checkpoint_name(expert_BTK, selection.SELECTION)
-        is_choice_BTKE = jax.nn.one_hot(expert_BTK, c.choices, dtype=bool)
+        is_choice_BTKE = jax.nn.one_hot(expert_BTK, c.num_choices, dtype=bool)
         probs_BTE = jax.nn.softmax(logits_BTE, axis=-1)
         weight_BTK = jnp.sum(jnp.where(is_choice_BTKE, probs_BTE[:, :, None], 0.0), axis=-1)
         if c.renormalise:
@@ -146,7 +145,7 @@ class MoE(MLP):
             sow_choice(self, "noop", jnp.sum(expert_BTK >= c.num_experts, axis=-1), call)
         self._report_token_choice(logits_BTE, expert_BTK, selected_BTE, admitted_BTE, valid_BT)
         if call.decode and length == 1 and batch * c.top_k < c.num_experts:
-            # So few rows read the weights of their own experts only.
+            # Read only the weights of the selected experts, which are fewer than all.
             y_CD = experts(jnp.repeat(x_BTD[:, 0], c.top_k, axis=0), expert_BTK.reshape(-1))
             y_BTKD = y_CD.reshape(batch, 1, c.top_k, width)
             return jnp.sum(selection.weighted(y_BTKD, weight_BTK), axis=2)
@@ -154,15 +153,11 @@ class MoE(MLP):
         return self._compute(sum_over_choices, experts, x_BTD, admitted_BTE, choices, call)
 
     def _expert_choice(self, experts, x_BTD, logits_BTE, call):
-        def select_topk(scores_BT):
-            segments_BT = call.segment_ids_BT
-            return selection.select_topk(scores_BT, self.config.capacity, valid_BT, segments_BT)
-
         valid_BT = call.real(x_BTD.shape[0])
         selected_BTE = (logits_BTE > 0) & valid_BT[..., None]
         computed_BTE = admitted_BTE = self._admit(selected_BTE, call)
         if not call.decode:
-            topk_BTE = jax.vmap(select_topk, 2, 2)(jax.lax.stop_gradient(logits_BTE))
+            topk_BTE = select_topk(logits_BTE, self.config.capacity, call)
             computed_BTE = topk_BTE if call.looks_ahead else admitted_BTE
             masks = selected_BTE, admitted_BTE, topk_BTE, computed_BTE
             self._report_expert_choice(logits_BTE, *masks, valid_BT)
@@ -205,7 +200,7 @@ class MoE(MLP):
         log_probs_BTE = jax.nn.log_softmax(logits_BTE, axis=-1)
         probs_BTE = jnp.exp(log_probs_BTE)
         # No-op experts are balanced like the others.
-        chosen_BTE = jnp.sum(jax.nn.one_hot(expert_BTK, c.choices), axis=2)
+        chosen_BTE = jnp.sum(jax.nn.one_hot(expert_BTK, c.num_choices), axis=2)
         load = means.over(chosen_BTE / c.top_k, valid_BT)
         both = jnp.stack([load.total, means.over(probs_BTE, valid_BT).total])
         z_BT = jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1))
@@ -217,7 +212,7 @@ class MoE(MLP):
         self._sow_statistics(
             dropped_fraction=means.Mean(dropped, load.count),
             entropy=means.over(-jnp.sum(probs_BTE * log_probs_BTE, axis=-1), valid_BT),
-            max_load=means.Mean(c.choices * expert_load, load.count, jnp.max),
+            max_load=means.Mean(c.num_choices * expert_load, load.count, jnp.max),
             noop_fraction=means.Mean(jnp.sum(noop_load), load.count),
             computed_fraction=means.Mean(computed, load.count),
         )
@@ -227,7 +222,7 @@ class MoE(MLP):
     ):
         if not means.wanted(self):
             return
-        # The causal selection learns to predict the top-k.
+        # The loss trains the causal selection, logit > 0, to predict the top-k.
         bce_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, topk_BTE.astype(jnp.float32))
         means.sow(self, "losses", "expert_bce", means.over(jnp.mean(bce_BTE, axis=-1), valid_BT))
         load = means.over(selected_BTE.astype(jnp.float32), valid_BT)
@@ -249,27 +244,27 @@ class MoE(MLP):
             means.sow(self, "stats", f"moe/{name}", mean)
 
     def _sow_choices(self, selected_BTE, computed_BTE, weight_BTE, call):
-        """Of each token: the experts that compute it (`served`), their `weights`, and the number
-        of selected experts that do not (`full`)."""
+        """Sow, for each token, the experts that compute it (`served`), their `weights`, and the
+        number of selected experts that do not compute it (`full`)."""
         sow_choice(self, "served", computed_BTE, call)
         sow_choice(self, "weights", weight_BTE, call)
         sow_choice(self, "full", jnp.sum(selected_BTE & ~computed_BTE, axis=-1), call)
 
 
 # ---- sums of experts ---------------------------------------------------------------------------
-# float32 [B, T, D]: weight * expert(x), summed over the experts of each token in an order that does
-# not depend on the device. index_EBC: the tokens that each expert computes.
+# float32 [B, T, D]: the sum of weight * expert(x) over the experts of each token, in the same order
+# on every device. index_EBC: the tokens that each expert computes.
 
 
 def sum_over_choices(experts, x_BTD, index_EBC, is_choice_BTKE, weight_BTK):
-    """The sum for K experts a token.
+    """The sum over K experts of each token.
 
-    It gathers and scatters (token, choice) pairs: no two slots have the same one, so neither the
-    result nor the gradient of x needs a sum of unordered updates.
+    Gathers and scatters (token, choice) pairs. Each is in one slot at most, so neither the result
+    nor the gradient of x is a sum of unordered updates.
     """
     (batch, length, width), (num_experts, _, slots) = x_BTD.shape, index_EBC.shape
     top_k = weight_BTK.shape[-1]
-    # The index of each expert among the choices of each token, and the pair in each slot.
+    # The choice of each token that is this expert, and the pair in each slot.
     choice_BTE = jnp.argmax(is_choice_BTKE, axis=2)
     choice_EBC = jax.vmap(selection.take, in_axes=(2, 0))(choice_BTE, index_EBC)
     pair_BS = jnp.moveaxis(index_EBC * top_k + choice_EBC, 0, 1).reshape(batch, -1)
@@ -291,8 +286,8 @@ def sum_over_choices(experts, x_BTD, index_EBC, is_choice_BTKE, weight_BTK):
 
 
 def sum_over_experts(experts, x_BTD, index_EBC, weight_BTE):
-    """The sum for any number of experts a token: one expert is added after the other."""
-    wide_BTD = x_BTD.astype(jnp.float32)  # the gradient of x is a sum, too
+    """The sum over any number of experts of each token: adds one expert after the other."""
+    wide_BTD = x_BTD.astype(jnp.float32)  # the gradient of x is a sum over experts
     x_EBCD = jax.lax.map(
         lambda index_BC: selection.take(wide_BTD, index_BC).astype(x_BTD.dtype), index_EBC
     )
@@ -308,16 +303,16 @@ def sum_over_experts(experts, x_BTD, index_EBC, weight_BTE):
 
 
 def run_experts(experts, x_EBCD):
-    """[E, B, C, D] -> [E, B, C, D], the slots of all rows as the rows of one matrix an expert."""
+    """[E, B, C, D] -> [E, B, C, D]; an expert computes the slots of all rows as one matrix."""
     num_experts, _, _, width = x_EBCD.shape
     x_ECD = exchange(x_EBCD, BY_ROW, BY_EXPERT).reshape(num_experts, -1, width)
     return exchange(experts(x_ECD).reshape(x_EBCD.shape), BY_EXPERT, BY_ROW)
 
 
 def largest_indices(scores, count):
-    """Indices [..., count] of the largest of the last axis, descending; of equals the first first.
+    """Indices [..., count] of the largest scores of the last axis, descending; ties: the first.
 
-    Passes of argmax: a mesh that splits the rows gathers all of them for `jax.lax.top_k`.
+    By argmax, because `jax.lax.top_k` gathers all rows on a mesh that splits them.
     """
     indices = []
     for _ in range(count):
@@ -327,9 +322,19 @@ def largest_indices(scores, count):
     return jnp.stack(indices, axis=-1)
 
 
+def select_topk(logits_BTE, capacity, call):
+    """Mask of the tokens of a sequence with the largest logits of each expert. Looks ahead."""
+    select = jax.vmap(selection.select_topk, (2, None, None, None), 2)
+    scores_BTE, valid_BT = jax.lax.stop_gradient(logits_BTE), call.real(len(logits_BTE))
+    return select(scores_BTE, capacity, valid_BT, call.segment_ids_BT)
+
+
 def load_balance(mean_2E):
-    """E * sum over experts of load * probability (Switch Transformers, equation 4). A function of
-    the means over a whole batch, in which it is not linear."""
+    """E * sum over experts of load * probability (Fedus et al. 2021, equation 4).
+
+    Args:
+      mean_2E: the load and the probability of each expert, means over a batch.
+    """
     return mean_2E.shape[1] * jnp.sum(mean_2E[0] * mean_2E[1])
 
 
@@ -339,10 +344,9 @@ def max_over_mean(load_E):
 
 @functools.cache
 def warn_if_router_is_untrained(c):
-    """Warn, once a process, of a `MoEConfig` whose router learns from its losses only."""
+    """Warn, once per process, if the router of a `MoEConfig` learns from its own losses only."""
     if c.router == "token_choice" and c.top_k == 1 and c.renormalise:
         logging.getLogger(__name__).warning(
             "config.model.mlp.moe.renormalise=True with top_k=1: renormalised top-1 experts have "
-            "weight 1, so the router gets no gradient but from load_balance and router_z; set "
-            "renormalise=False"
+            "weight 1, so only load_balance and router_z train the router; set renormalise=False"
         )

@@ -12,7 +12,7 @@ from efx import sharding
 from efx.errors import UsageError
 from efx.layers import kernels, linear
 from efx.layers.block import Block, SkipMLP
-from efx.layers.config import BlockConfig, DenseFormerConfig, with_experts, with_soft_experts
+from efx.layers.config import BlockConfig, DenseFormerConfig, block_in_stack
 from efx.layers.soft_experts import SoftBlock
 from efx.routing import selection
 from efx.routing.config import DepthRoutingConfig
@@ -103,10 +103,8 @@ def stream_specs(b, c, depth, capacities, kind=LayerSpec, **fields):
       kind: `LayerSpec`, or a subclass with these further fields.
     """
     for i in range(depth):
-        block = dataclasses.replace(b, attention=b.attention.of_block(i))
-        block = with_soft_experts(with_experts(block, c.mlp, i), c.soft_experts, i)
         routed = dict(routing=c.depth_routing, capacity=capacities[i]) if i in capacities else {}
-        yield kind(block=block, **routed, **fields)
+        yield kind(block=block_in_stack(b, c, i), **routed, **fields)
 
 
 def names(specs):

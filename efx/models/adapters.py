@@ -9,8 +9,8 @@ those of Muqeeth et al. 2024 (arXiv 2402.05859, section 3); see `Adapter`.
 
 An interceptor of Flax method calls adds the adapters to a model of any family: every matrix product
 of a layer is a call of `Linear`, and a module made inside that call has its parameters at
-`<layer>/adapter/...`. Scans, remat, sharding and routed blocks therefore treat adapters like the
-parameters beside them, and the base keeps its paths.
+`<layer>/adapter/...`. So scans, remat, sharding and routed blocks treat adapters like the other
+parameters of the layer, and the parameters of the base keep their paths.
 """
 
 import dataclasses
@@ -24,11 +24,10 @@ import optax
 from flax import linen as nn
 
 from efx import flops, means
-from efx.errors import UsageError
 from efx.layers.call import Call
 from efx.layers.linear import Linear, dot_float32
 from efx.layers.mlp import exact_gelu
-from efx.layers.moe import ROUTER_STD, largest_indices
+from efx.layers.moe import ROUTER_STD, largest_indices, select_topk
 from efx.layers.norms import LayerNorm
 from efx.layers.report import Report, sow_choice
 from efx.layers.stack import first_of_scanned, first_of_unrolled, period
@@ -51,9 +50,9 @@ class AdapterConfig:
     # Regex of the adapted linear layers; it must match the whole path in the unrolled model.
     sites: str = r".*/(query|key|value|out|gate|up|down)"
     gate: bool = False  # single adapter: multiply it by sigmoid(v.u) and train v
-    experts: tuple[str, ...] = ()  # run folders of adapters of one base (init.run) to compose
-    # Weights of the experts, per token and layer: "topk" by their gates, "uniform" 1 / E,
-    # "inclusion" by an entrance of each expert that may leave it out.
+    experts: tuple[str, ...] = ()  # adapters to compose: run folders with the base `init.run`
+    # Weights of the experts, per token and layer: "topk": by their gates; "uniform": 1 / E;
+    # "inclusion": each expert has an entrance that selects its tokens.
     routing: Literal["topk", "uniform", "inclusion"] = "topk"
     top_k: Count = 2
     capacity: Fraction = 0.5  # inclusion: fraction of a sequence that an expert computes
@@ -70,9 +69,6 @@ class AdapterConfig:
         if self.experts and self.routing == "topk" and self.top_k > self.num_experts:
             self.refuse("top_k", f"must be at most {self.num_experts}, one for each of the experts")
         check_regex(self.sites, f"{self.where}.sites")
-
-    def refuse(self, name, reason):
-        raise UsageError(f"config.adapter.{name}={getattr(self, name)!r}: {reason}")
 
     @property
     def num_experts(self):
@@ -98,22 +94,12 @@ class AdapterConfig:
         return total + has_gates * flops.matmul(tokens, width, experts)
 
 
-# ---- weights of the experts --------------------------------------------------------------------
+# ---- the adapter of one linear layer -----------------------------------------------------------
 
 
 def dot_products(x_BTD, vectors_ED):
     """float32 [B, T, E], whatever the dtype of x."""
     return jax.vmap(dot_float32, in_axes=(0, None), out_axes=-1)(vectors_ED, x_BTD)
-
-
-def topk_weights(affinity_BTE, top_k, width):
-    """softmax(affinity / sqrt(D)) over the top-k experts, 0 for the others."""
-    best_BTK = largest_indices(affinity_BTE, top_k)
-    is_best_BTE = jnp.any(jax.nn.one_hot(best_BTK, affinity_BTE.shape[-1], dtype=bool), axis=-2)
-    return jax.nn.softmax(jnp.where(is_best_BTE, affinity_BTE / width**0.5, -jnp.inf), axis=-1)
-
-
-# ---- the adapter of one linear layer -----------------------------------------------------------
 
 
 class Adapter(nn.Module):
@@ -178,7 +164,7 @@ class Adapter(nn.Module):
         return jnp.einsum("NER,ERF->NF", h_NER, up_ERF).reshape(batch, length, self.features)
 
     def _weights(self, x_BTD, call):
-        """w, float32 [B, T, E]; None: 1."""
+        """The weights w, float32 [B, T, E]; None: 1."""
         c, (batch, length, width) = self.config, x_BTD.shape
         if not c.experts:
             if not c.gate:
@@ -194,14 +180,17 @@ class Adapter(nn.Module):
         v_ED = self._param("gate", 0.0, (c.num_experts, width), self.axes[:1])
         standardise = LayerNorm(eps=1e-12, use_bias=False, use_scale=False)
         affinity_BTE = dot_products(standardise(x_BTD), standardise(v_ED))
-        weight_BTE = topk_weights(affinity_BTE, c.top_k, width)
+        best_BTK = largest_indices(affinity_BTE, c.top_k)
+        is_best_BTE = jnp.any(jax.nn.one_hot(best_BTK, c.num_experts, dtype=bool), axis=-2)
+        scaled_BTE = jnp.where(is_best_BTE, affinity_BTE / width**0.5, -jnp.inf)
+        weight_BTE = jax.nn.softmax(scaled_BTE, axis=-1)
         self._report(weight_BTE, call)
         return weight_BTE
 
     def _included_experts(self, x_BTD, call, down_EDR, up_ERF):
-        """Each expert on the tokens that its entrance selects."""
+        """The sum over experts [B, T, F], each on the tokens that its entrance selects."""
         c, (batch, length, width) = self.config, x_BTD.shape
-        # From zero, the first selection would be the first C tokens for every expert.
+        # From zero, every expert would select the first C tokens.
         std = ROUTER_STD * self.mup_ratio
         v_ED = self._param("entrance", std, (c.num_experts, width), self.axes[:1])
         b_E = self._param("entrance_bias", 0.0, (c.num_experts,), ("norm",))
@@ -216,10 +205,7 @@ class Adapter(nn.Module):
         admitted_BTE = selection.admit(selected_BTE, rate, call)
         # A packed row of many documents may have more tokens than slots.
         admitted_BTE &= jnp.cumsum(admitted_BTE, axis=1) <= c.slots(length, looks_ahead=False)
-        scores_BTE = jax.lax.stop_gradient(logit_BTE)
-        topk_BTE = jax.vmap(selection.select_topk, (2, None, None, None), out_axes=2)(
-            scores_BTE, c.capacity, valid_BT, call.segment_ids_BT
-        )
+        topk_BTE = select_topk(logit_BTE, c.capacity, call)
         run_BTE = topk_BTE if call.looks_ahead else admitted_BTE
         self._report(jnp.where(run_BTE, weight_BTE, 0.0), call)
         if means.wanted(self):
@@ -267,10 +253,10 @@ class Adapter(nn.Module):
 
 
 def intercept_linear(replace_output):
-    """Context manager in which the output y of each linear layer becomes
-    replace_output(linear, x, y, calls).
+    """Context manager in which each linear layer returns replace_output(linear, x, y, calls).
 
-    `calls`: the enclosing method calls, the outermost first: (path of the module, arguments).
+    Args of `replace_output`: the layer, its input and output, and the enclosing method calls, the
+    outermost first: (path of the module, arguments).
     """
     calls = []
 
@@ -287,8 +273,8 @@ def intercept_linear(replace_output):
 
 
 def call_of(x, calls):
-    """The `Call` of the tokens x: the argument of the innermost method call that has one. None if
-    it is of other tokens, as where tokens become latents."""
+    """The `Call` of the tokens x: an argument of the innermost method call that has one; None if
+    that is the `Call` of other tokens, for instance where tokens become latents."""
     for _, args in reversed(calls):
         for value in args:
             if isinstance(value, Call):
@@ -298,57 +284,59 @@ def call_of(x, calls):
 
 @functools.lru_cache(maxsize=64)
 def linear_calls(model, length):
-    """The calls of linear layers in a forward pass of an unrolled model over one sequence.
+    """The calls of linear layers in `features` of an unrolled model for one sequence.
 
-    Only shapes are traced. Returns tuples (path, number of tokens, size of the input, of the
-    output, path of the routed block that selected these tokens or "") in the order of execution.
+    Returns: tuples (path, number of tokens, input size, output size, path of the routed block that
+      selected these tokens or "") in the order of execution.
     """
     found = []
     routed = {path for path, spec in model.blocks().items() if spec.routing is not None}
 
     def record(linear, x, y, calls):
         call, block = call_of(x, calls), ""
-        # The keys and values of a routed block may be those of all tokens, which have no gaps.
+        # A routed block may compute keys and values of all tokens; their call has no gaps.
         if call is not None and call.has_gaps:
             block = next(path for path, _ in calls if path in routed)
         width = x.shape[-1]
         found.append(("/".join(linear.path), x.size // width, width, linear.features, block))
         return y
 
-    def run(key):
+    def init_features(key):
         with intercept_linear(record):
             tokens_BT = jnp.zeros((1, length), jnp.int32)
-            return model.init({"params": key, "dropout": key, "routing": key}, tokens_BT)
+            keys = {"params": key, "dropout": key, "routing": key}
+            return model.init(keys, tokens_BT, method="features")
 
     with only_shapes():
-        jax.eval_shape(run, jax.random.key(0))
+        jax.eval_shape(init_features, jax.random.key(0))
     return tuple(found)
 
 
 def adapt(model, config):
-    """The model, of any family, with adapters as an `AdapterConfig` says.
+    """The model, of any family, with the adapters of an `AdapterConfig`.
 
-    Raises: UsageError, e.g. where no layer matches `config.sites`.
+    Raises: UsageError if they do not fit, for instance if no layer matches `config.sites`.
     """
     if config.kind == "none":
         return model
     _check(model, config)
     names = {field.name for field in dataclasses.fields(model) if field.init} - {"parent", "name"}
-    return adapted_family(type(model))(**{n: getattr(model, n) for n in names}, adapter=config)
+    values = {name: getattr(model, name) for name in names}
+    return adapted_family(type(model))(**values, adapter=config)
 
 
 @functools.cache
 def adapted_family(family):
-    """The family (a class) with a field `adapter`, an `AdapterConfig`."""
+    """Subclass of a family with adapters; its field `adapter` is an `AdapterConfig`."""
 
     class AdaptedFamily(family):
         adapter: AdapterConfig | None = None
 
         def features(self, *args, **kwargs):
-            """See the family; the linear layers that it calls have adapters."""
+            """As in the family, with adapters on its linear layers."""
 
             def add_adapter(linear, x, y, calls):
-                # Bridges to this model may be computed inside this call; they have no adapters.
+                # Bridges to this model may run inside this call; they have no adapters.
                 start, below = linear.path[: len(self.path)], linear.path[len(self.path) :]
                 path = first_of_scanned("/".join(below))
                 if start != self.path or not re.fullmatch(self.adapter.sites, path):
@@ -377,8 +365,8 @@ def adapted_family(family):
 
 
 def _check(model, config):
-    """UsageError unless the model and all layers that `config.sites` matches can have adapters."""
-    m, has_gates = model.config, bool(config.experts) or config.gate
+    """Raise UsageError unless the model and the layers at `config.sites` can have adapters."""
+    m = model.config
     if model.members:
         config.refuse("kind", f"not with config.model.family={m.family!r}; adapt its member runs")
     if config.has_entrances and m.family == "latent":
@@ -388,26 +376,23 @@ def _check(model, config):
         config.refuse("routing", f"not with config.model.depth_routing.kind={kind!r}; use 'topk'")
 
     calls = linear_calls(unrolled(model).clone(selection="causal"), 1)
-    paths = sorted({path for path, *_ in calls} - {"head"})
-    matches = {path: bool(re.fullmatch(config.sites, path)) for path in paths}
-    if not any(matches.values()):
+    paths = sorted({path for path, *_ in calls})
+    sites = [path for path in paths if re.fullmatch(config.sites, path)]
+    if not sites:
         examples = ", ".join(paths[:: max(1, len(paths) // 4)][:4])
         config.refuse("sites", f"must match a whole path of a linear layer, such as {examples}")
-    size = period(model.specs()) if m.scan_layers else 0
-    for path in paths:
-        first = first_of_unrolled(path, size) if size else path
-        if matches[path] != matches[first]:
+    for path in paths if m.scan_layers else ():
+        first = first_of_unrolled(path, period(model.specs()))
+        if (path in sites) != (first in sites):
             config.refuse(
                 "sites",
                 f"matches only one of {first} and {path}, and config.model.scan_layers=True "
                 "computes both as one; match both or neither, or use scan_layers=False",
             )
-        if matches[path] and config.has_entrances and not path.startswith("layers/"):
-            # There is no Call, so padding is unknown.
-            config.refuse("sites", f"matches {path}; routing='inclusion' needs sites in layers/")
-        if matches[path] and has_gates and m.dropout.skips and "/mlp/" in path:
-            config.refuse(
-                "sites",
-                f"matches {path}, where gates cannot tell tokens apart with config.model.dropout."
-                f"attention.skip_tile={m.dropout.attention.skip_tile}; use skip_tile=0",
-            )
+    mlps = [path for path in sites if "/mlp/" in path]
+    if mlps and m.dropout.skips and (config.experts or config.gate):
+        config.refuse(
+            "sites",
+            f"matches {mlps[0]}, but gates do not support MLPs that skip tokens; use "
+            "config.model.dropout.attention.skip_tile=0",
+        )

@@ -2,7 +2,6 @@
 
 from typing import ClassVar
 
-from efx.errors import UsageError
 from efx.layers.config import (
     AttentionConfig,
     BlockConfig,
@@ -18,17 +17,17 @@ from efx.layers.config import (
 from efx.routing.config import DepthRoutingConfig
 from efx.settings import Count, Natural, NonNegative, Pieces, Places, Positive, block
 
-# Regex of the settings that change how a model is computed and not the result.
+# Regex of the settings that do not change the result of a model.
 SAME_MODEL = r"remat|scan_layers|vocab_multiple|attention\.(chunk|kernel)"
-MOST_BLOCKS = 1000  # without `scan_layers`, where each is compiled separately
+MOST_BLOCKS = 1000  # without `scan_layers`: each is compiled separately
 
 
 @block("config.model")
 class ModelConfig:
     """Settings of `config.model` of all families but bridged ones.
 
-    Families add fields, among them `norm` and `use_bias`, and `resolved()`: the config with every
-    field filled in, which the model holds.
+    Families add fields, among them `norm` and `use_bias`, and `resolved()`, which returns the
+    config of the model: every field filled in.
     """
 
     # Values in families without these settings.
@@ -44,21 +43,17 @@ class ModelConfig:
     block_kind: BlockKind = "pre_norm"  # how attention, MLP and norms make a block
     dropout: DropoutConfig = DropoutConfig()
     norm_eps: Positive = 1e-5
-    init_std: NonNegative = 0.02  # initial, of weights; residual outputs: / sqrt(2 depth)
+    init_std: NonNegative = 0.02  # of initial weights; residual outputs: / sqrt(2 depth)
     logit_softcap: NonNegative = 0.0  # logits <- softcap tanh(logits / softcap); 0: off
     # The vocabulary is padded to a multiple of this; 0: of the number of devices that split it.
-    # Padding gets no probability, and checkpoints can be read with any value.
+    # Padding has no probability. A checkpoint can be read with any value.
     vocab_multiple: Natural = 0
-    scan_layers: bool = False  # one compiled layer for all: compiles faster, runs a little slower
-    remat: Remat = "none"  # "full", "dots": recompute activations in the backward pass
-    # "gpt2": all weights N(0, init_std^2); "spike_no_more": N(0, 2 / (5 width)).
+    scan_layers: bool = False  # scan over layers: compiles faster, runs a little slower
+    remat: Remat = "none"  # recompute activations in the backward pass
+    # Weights: "gpt2": N(0, init_std^2); "spike_no_more": N(0, 2 / (5 width)).
     initialisation: Initialisation = "gpt2"
     mup: MuPConfig = MuPConfig()
     depth_routing: DepthRoutingConfig = DepthRoutingConfig()
-
-    def refuse(self, name, message):
-        """Raise UsageError for the value of a setting."""
-        raise UsageError(f"config.model.{name}={getattr(self, name)!r}: {message}")
 
     @property
     def mup_ratio(self):
@@ -66,7 +61,7 @@ class ModelConfig:
         return self.mup.width_ratio(self.width)
 
     def block(self, **fields):
-        """`BlockConfig` of a block of a resolved config, without experts, with these fields."""
+        """`BlockConfig` of a resolved config, without experts, with these fields set."""
         settings = dict(
             kind=self.block_kind,
             width=self.width,
@@ -86,26 +81,27 @@ class ModelConfig:
 def check_stack(c, *depths):
     """Raise UsageError unless stacks of these depths fit the settings of the family `c`."""
     if sum(depths) > MOST_BLOCKS and not c.scan_layers:
-        key = "depth" if c.depth == max(depths) else "encoder_depth"
-        raise UsageError(
-            f"config.model.{key}={getattr(c, key)}: each of {sum(depths)} blocks would be "
-            f"compiled separately; use at most {MOST_BLOCKS}, or config.model.scan_layers=True"
+        c.refuse(
+            "depth" if c.depth == max(depths) else "encoder_depth",
+            f"each of {sum(depths)} blocks would be compiled separately; use at most "
+            f"{MOST_BLOCKS}, or config.model.scan_layers=True",
         )
     c.depth_routing.check_depth(*depths)
     if c.soft_experts.num and c.depth_routing.target != "block":
-        raise UsageError(
-            f"{c.depth_routing.where}.target={c.depth_routing.target!r}: not with soft experts "
-            f"({c.soft_experts.where}.num), whose channels merge after the MLP; use 'block'"
+        c.depth_routing.refuse(
+            "target",
+            f"not with soft experts ({c.soft_experts.where}.num), whose channels merge after the "
+            "MLP; use 'block'",
         )
     c.soft_experts.check_depth(max(depths), c.mlp)
-    if c.dense_former.on and c.scan_layers:
-        raise UsageError(
-            f"config.model.scan_layers=True: not with {c.dense_former.where}.on=True, because its "
-            "blocks read the states of all earlier blocks"
+    if c.scan_layers and c.dense_former.on:
+        c.refuse(
+            "scan_layers",
+            f"not with {c.dense_former.where}.on=True, whose blocks read all earlier states",
         )
     if c.scan_layers and c.depth_routing.kind == "recursion":
-        raise UsageError(
-            "config.model.scan_layers=True: not with "
-            "config.model.depth_routing.kind='recursion', because its layers do not repeat a "
-            "pattern"
+        c.refuse(
+            "scan_layers",
+            f"not with {c.depth_routing.where}.kind='recursion', whose layers do not repeat a "
+            "pattern",
         )

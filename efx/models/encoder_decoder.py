@@ -11,8 +11,8 @@ blocks, e* of decoder block j = 1..L is the encoder state after r(j) encoder blo
     previous_layer  r(j) = floor((j - 1) E / (L - 1)), 0 for L = 1
     final           r(j) = E: the serial encoder-decoder
 Layer j holds decoder block j and encoder blocks r(j - 1) + 1 .. r(j) (`same_layer`) or
-r(j) + 1 .. r(j + 1) (`previous_layer`). In `previous_layer` the two streams of a layer do not
-depend on each other: with E = L - 1 the longest chain of dependent blocks has length L.
+r(j) + 1 .. r(j + 1) (`previous_layer`). The two streams of a layer of `previous_layer` do not
+depend on each other: with E = L - 1 the longest chain of dependent blocks has L blocks.
 """
 
 import dataclasses
@@ -25,7 +25,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import flops, means
-from efx.errors import UsageError
 from efx.layers import block as blocks
 from efx.layers import config, norms
 from efx.layers.learned_dropout import make_dropout
@@ -46,12 +45,13 @@ class EncoderDecoderConfig(ModelConfig):
 
     family: Literal["encoder_decoder"] = "encoder_decoder"
     # Encoder blocks; 0: `depth`, or depth - 1 with cross_source="previous_layer", where no decoder
-    # block reads the output of another one.
+    # block would read the output of one more.
     encoder_depth: PiecesOrNone = 0
-    cross_heads: Natural = 0  # of cross-attention, each width / cross_heads wide; 0: num_heads
+    cross_heads: Natural = 0  # heads of cross-attention, width / cross_heads wide; 0: num_heads
     # "rope": no position embeddings; rotary self-attention and cross-attention.
     positions: Literal["learned", "rope"] = "learned"
-    order: Literal["self_first", "cross_first", "cross_only"] = "self_first"  # of the attentions
+    # Attentions of a decoder block: first self-attention, first cross-attention, or only this.
+    order: Literal["self_first", "cross_first", "cross_only"] = "self_first"
     # The encoder state that a decoder block reads: "same_layer", the output of this layer;
     # "previous_layer", the input of this layer; "final", the output of the encoder.
     cross_source: Literal["same_layer", "previous_layer", "final"] = "previous_layer"
@@ -59,18 +59,18 @@ class EncoderDecoderConfig(ModelConfig):
     serial_start: Literal["encoder", "embedding"] = "encoder"
     decoder_input_norm: bool = False  # d_0 = Linear(LN(...))
     decoder_input_positions: bool = False  # d_0 + the embedding of the next position
-    # "subtract": the embedding of the next position from LN(d_L); "subtract_norm": a norm after
-    # that. None: "subtract" with learned positions.
+    # "subtract": LN(d_L) - the embedding of the next position; "subtract_norm": then a norm.
+    # None: "subtract" with learned positions, "none" with "rope".
     output_positions: Literal["none", "subtract", "subtract_norm"] | None = None
     embedding_loss: Literal["none", "mse", "cosine", "log_cosine"] = "mse"  # see `EmbeddingLoss`
-    embedding_loss_gains: bool = False  # gains and biases in its norms: published, but collapses
+    embedding_loss_gains: bool = False  # norms with gains, as published: the loss collapses to 0
     norm: config.Norm = "layernorm"
     use_bias: bool = False
 
     tied: ClassVar[bool] = True  # the output layer is the token embedding
 
     def resolved(self):
-        """With all defaults filled in; UsageError for settings that do not fit together."""
+        """With every field filled in; UsageError for settings that do not fit together."""
         rope, heads = self.positions == "rope", self.cross_heads or self.attention.num_heads
         if self.cross_source == "previous_layer" and self.depth == 1 and self.encoder_depth:
             self.refuse(
@@ -78,15 +78,15 @@ class EncoderDecoderConfig(ModelConfig):
                 "with cross_source='previous_layer' the only decoder block reads e_0; set it to 0",
             )
         if self.depth_routing.kind == "recursion":
-            raise UsageError(
-                "config.model.depth_routing.kind='recursion': not in the encoder-decoder, whose "
-                "decoder blocks read different encoder blocks and cannot be repeated; use 'mod'"
-            )
+            self.depth_routing.refuse("kind", "not with family='encoder_decoder'; use 'mod'")
         check_stack(self, self.num_encoder_blocks, self.depth)
         if self.width % heads:
             self.refuse("cross_heads", f"{heads} does not divide config.model.width={self.width}")
         if rope:
-            self._check_rotary(heads)
+            self.attention.check_rotary(self.width // heads, f"config.model.cross_heads={heads}")
+            for name, off in (("decoder_input_positions", False), ("output_positions", "none")):
+                if getattr(self, name) not in (None, off):
+                    self.refuse(name, f"positions='rope' has no position embeddings; use {off!r}")
         return dataclasses.replace(
             self,
             cross_heads=heads,
@@ -95,14 +95,6 @@ class EncoderDecoderConfig(ModelConfig):
             mlp=self.mlp.resolved(max(self.depth, self.num_encoder_blocks), "gelu"),
             dropout=self.dropout.resolved(self.width, self.attention.num_heads),
         )
-
-    def _check_rotary(self, heads):
-        head_dim = self.width // heads
-        shown = f"{self.width} / {heads} = {head_dim}"
-        self.attention.check_rotary(head_dim, f"config.model.cross_heads={heads}", shown)
-        for name, off in (("decoder_input_positions", False), ("output_positions", "none")):
-            if getattr(self, name) not in (None, off):
-                self.refuse(name, f"positions='rope' has no position embeddings; use {off!r}")
 
     @property
     def num_encoder_blocks(self):
@@ -120,10 +112,7 @@ ATTENTIONS = {
 
 
 class DecoderBlock(blocks.Block):
-    """d [B, T, D] -> the increment of self-attention, cross-attention and MLP.
-
-    `call.encoder` has the states that cross-attention reads. Without rotary positions in
-    self-attention (`no_rope_every`) there are none in cross-attention either.
+    """d [B, T, D] -> the increment of self-attention, cross-attention to `call.encoder` and MLP.
 
     Attributes:
       cross: config of cross-attention.
@@ -142,8 +131,7 @@ class DecoderBlock(blocks.Block):
         c = self.config
         if "self" in self.order:
             super().setup_attention()
-        cross = dataclasses.replace(self.cross, rope_theta=c.attention.rope_theta)
-        self.cross_attention = blocks.make_attention(c, config=cross)
+        self.cross_attention = blocks.make_attention(c, config=self.cross)
         self.norm_cross, self.norm_encoder = blocks.make_norm(c), blocks.make_norm(c)
         self.dropout_cross_output = make_dropout(c, "attention_output")
 
@@ -151,34 +139,36 @@ class DecoderBlock(blocks.Block):
         """Increment of both attentions; None if the call only writes keys and values.
 
         Args:
-          context: (states of all tokens [B, S, D], their call, indices [B, C] of d among them), to
-            which the self-attention of a routed block with `kv_for_skipped` attends.
+          context: with `kv_for_skipped`, what the self-attention of a routed block attends to:
+            (states of all tokens [B, S, D], their call, indices [B, C] of d among them).
         """
         x_BTD, increment_BTD = d_BTD, None
         for name in self.order:
             if increment_BTD is not None:
                 x_BTD = blocks.mlp_input(self.config, d_BTD, increment_BTD)
-            attend = self._self_attention if name == "self" else self._cross_attention
-            y_BTD = attend(x_BTD, call, context)
+            if name == "self":
+                y_BTD = self._self_attention(x_BTD, call, context)
+            else:
+                y_BTD = self._cross_attention(x_BTD, call)
             increment_BTD = y_BTD if increment_BTD is None else increment_BTD + y_BTD
         return increment_BTD
 
     def _self_attention(self, x_BTD, call, context):
         # Cross-attention caches all tokens, self-attention only with `kv_for_skipped`.
-        for_skipped = call.decode and call.cache.kv_size > 0
-        if call.access == "write" and not for_skipped:
+        caches_all = call.decode and call.cache.kv_size > 0
+        if call.access == "write" and not caches_all:
             return None
-        if call.access == "read" and (self.kv_depends_on_block_output or not for_skipped):
+        if call.access == "read" and (self.kv_depends_on_block_output or not caches_all):
             call = call.with_cache(access="both")
         if context is not None and self.kv_depends_on_block_output:
             all_BSD, all_call, index_BC = context
             context = selection.put(all_BSD, index_BC, x_BTD), all_call
         return super().attention_increment(x_BTD, call, context)
 
-    def _cross_attention(self, x_BTD, call, _):
+    def _cross_attention(self, x_BTD, call):
         c, (encoder_BSD, key_call) = self.config, call.encoder
         if call.decode:
-            # Encoder states of all tokens have keys and values in the cache, also for routed d.
+            # The cache has the keys and values of all encoder states, also of tokens that d skips.
             all_call = key_call or call
             call = call.with_cache(kv_size=all_call.cache.size)
             if call.access == "write":
@@ -194,10 +184,17 @@ class DecoderBlock(blocks.Block):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderSpec(LayerSpec):
-    """A decoder block, dense or routed; fields as in `DecoderBlock`."""
+    """A decoder block, dense or routed; `order` as in `DecoderBlock`."""
 
-    cross: config.AttentionConfig
+    cross_heads: int
     order: tuple[str, ...]
+
+    @property
+    def cross(self):
+        """Config of cross-attention: that of self-attention, with other heads."""
+        heads = dict(num_heads=self.cross_heads, num_kv_heads=self.cross_heads)
+        head_dim = self.block.width // self.cross_heads
+        return dataclasses.replace(self.block.attention, **heads, head_dim=head_dim)
 
     @property
     def make_block(self):
@@ -206,8 +203,7 @@ class DecoderSpec(LayerSpec):
     @property
     def attentions(self):
         cross = dataclasses.replace(self.block, attention=self.cross), True
-        both = {"self": super().attentions[0], "cross": cross}
-        return tuple(both[name] for name in self.order)
+        return (*super().attentions, cross) if "self" in self.order else (cross,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +212,7 @@ class TwoStreamSpec:
 
     encoder: tuple[LayerSpec, ...] = ()
     decoder: DecoderSpec | None = None
-    parallel: bool = False  # the decoder block reads the input of the encoder blocks
+    parallel: bool = False  # the decoder block reads the input of the encoder blocks of its layer
 
     @property
     def module(self):
@@ -242,7 +238,7 @@ class TwoStreamLayer(nn.Module):
         if decoder is not None:
             if not self.spec.parallel:
                 read_BTD = e_BTD
-            # Routed attention reads the encoder states of all tokens, not only of its own.
+            # Routed attention reads the encoder states of all tokens, not only of routed ones.
             routed = decoder.routing is not None and decoder.routing.target != "mlp"
             call = call.replace(encoder=(read_BTD, call if routed else None))
             d_BTD = Layer(decoder, name="decoder")(d_BTD, call)
@@ -253,13 +249,12 @@ class TwoStreamLayer(nn.Module):
 
 
 class EmbeddingLoss(nn.Module):
-    """Sow the loss `embedding`, the mean over tokens of the distance between c_t = mean of
-    LN_a(e_0) over the tokens <= t and s_t = LN_b(sg(e_E)).
+    """Sow the loss `embedding`: the mean over tokens t of the distance between c_t, the mean of
+    LN_a(e_0) over the tokens <= t, and s_t = LN_b(sg(e_E)).
 
     Attributes:
       kind: see `distance`.
-      gains: the norms have gains and biases, as published. Gains of 0 then minimise the loss;
-        without gains s_t has length sqrt(D) for all parameters.
+      gains: the norms have gains and biases, as published; gains of 0 then minimise the loss.
     """
 
     kind: str
@@ -277,7 +272,7 @@ class EmbeddingLoss(nn.Module):
 
 
 def running_mean(x_BTD, segment_ids_BT=None):
-    """Mean over the tokens <= t of t's document, in float32."""
+    """float32 [B, T, D]: the mean over the tokens <= t of the document of t."""
     x_BTD = x_BTD.astype(jnp.float32)
     sum_BTD = jnp.cumsum(x_BTD, axis=1)
     count_BT = selection.running_count(jnp.ones(x_BTD.shape[:2], bool), segment_ids_BT)
@@ -345,24 +340,25 @@ class EncoderDecoder(LanguageModel):
 
     @nn.nowrap
     def layer_specs(self):
-        """(layers of the stack, layers after it).
+        """(specs of the stack `layers`, specs of the stack `last`).
 
-        The last layer of `previous_layer` has no encoder block. It is not in the stack, whose
-        layers are then alike and can be scanned.
+        The last layer of `previous_layer` has no encoder block. Without it the layers of the stack
+        are alike, so they can be scanned.
         """
         c, count = self.config, self.config.num_encoder_blocks
+        order = ATTENTIONS[c.order]
+        # Encoder blocks are numbered before decoder blocks.
         capacities = c.depth_routing.routed_blocks(count, c.depth)
         encoder = tuple(stream_specs(self.block_config(2 * count), c, count, capacities))
-        order, heads = ATTENTIONS[c.order], c.cross_heads
-        sizes = dict(num_heads=heads, num_kv_heads=heads, head_dim=c.width // heads)
-        fields = dict(cross=dataclasses.replace(c.attention, **sizes), order=order)
-        block = self.block_config(c.depth * (len(order) + 1))
         capacities = {i - count: capacity for i, capacity in capacities.items()}
+        block = self.block_config(c.depth * (len(order) + 1))
+        fields = dict(cross_heads=c.cross_heads, order=order)
         decoder = tuple(stream_specs(block, c, c.depth, capacities, DecoderSpec, **fields))
         if c.cross_source == "final":
             layers = [TwoStreamSpec(encoder=(spec,)) for spec in encoder]
             return (*layers, *(TwoStreamSpec(decoder=spec) for spec in decoder)), ()
         parallel = c.cross_source == "previous_layer"
+        # Layer j has the encoder blocks from bounds[j] on, below bounds[j + 1].
         if parallel:
             bounds = [min(j * count // max(1, c.depth - 1), count) for j in range(c.depth + 1)]
         else:

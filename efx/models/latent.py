@@ -169,7 +169,7 @@ class LatentConfig(ModelConfig):
                     self.refuse("level_widths", f"{width} is not divisible by {divisor}, {name}")
             if attention.rope_theta:
                 where = f"config.model.positions={self.positions!r}"
-                attention.check_rotary(width // heads, where, f"{width} / {heads}")
+                attention.check_rotary(width // heads, where)
 
     @property
     def sizes(self):
