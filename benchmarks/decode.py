@@ -7,9 +7,7 @@ depends on how many tokens it routes, so the routers are set to route the fracti
 random text; the fraction of the sampled text that they route is printed too. Weights are random,
 apart from large embeddings, without which greedy text would repeat one token. Times are wall-clock
 and, in brackets, CPU time of the process, which depends less on other work on the machine. Prefill
-is the time of reading the prompts. Below the table are the FLOPs that reading one prompt executes,
-with every round of a routed block, and those of a forward pass over it under the causal decision,
-both without the output layer.
+is the time of reading the prompts.
 
 If the extra `interop` is installed, Hugging Face transformers' Llama of the same size takes turns
 too (`--no-transformers` leaves it out): greedy `generate` with its cache, without prefill.
@@ -27,12 +25,12 @@ import numpy as np
 from flax import linen as nn
 
 from benchmarks.common import checked, command
-from efx import flops, models
+from efx import models
 from efx.configs import common
 from efx.errors import UsageError
 from efx.hostmemory import keep_freed_memory
 from efx.routing.calibrate import calibrate
-from efx.sample import STREAM, Sampler, prefill_of
+from efx.sample import STREAM, Sampler
 
 
 def build(kind, arguments):
@@ -72,33 +70,6 @@ def measure(sampler, variables, arguments):
     stats = sampler.stats
     decoded = stats["new_tokens"] - STREAM * sampler.batch_size
     return stats["tokens_per_second"], decoded / max(cpu, 1e-9), stats
-
-
-def prefill_flops(model, variables, arguments):
-    """(FLOPs executed, FLOPs of a forward pass) of reading one prompt, without the output layer."""
-    cache, total = models.init_cache(model, 1, arguments.context), 0
-    tokens_T = np.random.default_rng(1).integers(0, arguments.vocab, arguments.prompt)
-    chunk, _ = prefill_of(1, arguments.context)
-    for start in range(0, arguments.prompt, chunk):
-        positions_T = np.arange(start, start + chunk)
-        padded_tokens_T = np.resize(tokens_T[start:], chunk)
-        input_positions_T = np.where(positions_T < arguments.prompt, positions_T, -1)
-
-        def prefill(cache, padded_tokens_T=padded_tokens_T, input_positions_T=input_positions_T):
-            return model.apply(
-                {**variables, "cache": cache},
-                jnp.asarray(padded_tokens_T, jnp.int32)[None],
-                jnp.asarray(input_positions_T, jnp.int32)[None],
-                decode=True,
-                cache_size=arguments.context,
-                mutable=["cache"],
-                method="features",
-            )[1]["cache"]
-
-        total += flops.interpreted_flops(prefill, cache)
-        cache = jax.jit(prefill)(cache)
-    head = flops.matmul(arguments.prompt, model.config.width, model.padded_vocab)
-    return total, flops.executed(model, arguments.prompt, train=False) - head
 
 
 class Transformers:
@@ -213,11 +184,6 @@ def main(argv=None):
                 ratios = [best[name][i] / best[baseline][i] for i in (0, 1)]
                 text = f"{ratios[0]:>9.2f} {f'({ratios[1]:.2f})':>9}"
                 print(f"{batch:>5} {f'{name} / {baseline}':20} {text}", flush=True)
-    for name, (model, variables) in built.items():
-        prefill, forward = (
-            f"{count / 1e6:.1f}" for count in prefill_flops(model, variables, arguments)
-        )
-        print(f"{name}: {prefill} MFLOPs to read a prompt, {forward} for a forward pass over it")
 
 
 def parse(argv):

@@ -1,4 +1,4 @@
-"""Held-out loss, in nats and in bits per byte, for each way of routing."""
+"""Held-out loss, in nats and in bits per byte, for each selection of routed tokens."""
 
 import dataclasses
 import itertools
@@ -16,38 +16,36 @@ from efx.routing.calibrate import calibrate
 from efx.routing.reports import DEPTH, EXPERTS
 from efx.step import batch_shapes, by_layer, logits_bytes, make_eval_step
 
-# In the order of the line about an evaluation.
+# In the order of the logged line, see `describe`.
 REPORTS = (DEPTH, EXPERTS, ADAPTERS, MASKS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """What passes over the held-out text measured, one for each way of routing.
+    """Results of passes over the held-out text, one for each selection.
 
     Attributes:
-      means: {selection: {name: mean}} of "loss", "correct", "tokens" and every statistic that was
-        sown.
+      means: {selection: {name: mean}} of "loss", "correct", "tokens" and every sown statistic.
     """
 
     means: dict
     bytes_per_token: float
 
     def loss(self, selection, name):
-        """Rows of the loss of a pass, with `name` at their end."""
+        """{metric: loss of a pass}; metrics end with `name`."""
         nats, end = self.means[selection]["loss"], f"_{name}" if name else ""
         bits = losses.bits_per_byte(nats, self.bytes_per_token)
         return {f"eval/loss{end}": nats, f"eval/bits_per_byte{end}": bits}
 
-    def statistics(self, selection, beginnings):
-        """Rows of the statistics of a pass whose names begin so."""
-        means, begins = self.means[selection].items(), tuple(beginnings)
-        return {f"eval/{name}": value for name, value in means if name.startswith(begins)}
+    def statistics(self, selection, prefixes):
+        """{metric: statistic of a pass}, for names with one of these prefixes."""
+        means, prefixes = self.means[selection].items(), tuple(prefixes)
+        return {f"eval/{name}": value for name, value in means if name.startswith(prefixes)}
 
 
 def steps(model, config, mesh, rules):
-    """{way of routing: `make_eval_step`, jitted}: what an evaluation computes. The causal decisions
-    come first, then what the features of the model ask for."""
-    wanted = [selection for report in REPORTS for selection in report.selections(model)]
+    """{selection: `make_eval_step`, jitted}: causal decisions, then the selections of `REPORTS`."""
+    selections = [selection for report in REPORTS for selection in report.selections(model)]
     return {
         selection: jax.jit(
             make_eval_step(
@@ -57,22 +55,26 @@ def steps(model, config, mesh, rules):
             ),
             out_shardings=sharding.replicated(mesh),
         )
-        for selection in dict.fromkeys(["causal", *wanted])
+        for selection in dict.fromkeys(["causal", *selections])
     }
 
 
 def shapes_of_step(config, mesh, rules, params, variables):
-    """The arguments of one of `steps` as shapes, by those of parameters and variables."""
+    """Shapes of the arguments of one of `steps`.
+
+    Args:
+      params, variables: their shapes.
+    """
     batch = batch_shapes(config, config.evaluate.batch_size, mesh, rules)
     number = jax.ShapeDtypeStruct((), np.uint32)
     return params, variables, batch, number, number
 
 
 class Evaluator:
-    """Evaluates one model on one data set; compiles once for each way of routing.
+    """Evaluates one model on one data set; compiles one program for each selection.
 
-    `eval/loss` is that of the causal decisions, which are what a sampler can do. What else is
-    reported is said by the features of the model, see `REPORTS`.
+    `eval/loss` is that of the causal decisions, as in sampling. Further metrics belong to features
+    of the model, see `REPORTS`.
     """
 
     def __init__(self, model, config, data, mesh, rules):
@@ -91,28 +93,25 @@ class Evaluator:
         self._train_layout = mesh, rules, config.data.batch_size
 
     def __call__(self, params, variables):
-        """{"eval/loss": nats a token, "eval/bits_per_byte": ..., ...} as Python floats."""
+        """{"eval/loss": nats per token, "eval/bits_per_byte": ..., ...} as Python floats."""
         advice = f"lower config.evaluate.batch_size={self._config.batch_size}"
         with memory.exhaustion_as_usage_error("evaluation", advice):
-            return self._evaluated(params, variables)
-
-    def _evaluated(self, params, variables):
-        if self._config.calibrate:
-            variables = calibrate(self._model, params, variables, self._train_batches())
-        means = {
-            selection: self._run(step, params, variables, self._batches(self._placement.rows))
-            for selection, step in self._steps.items()
-        }
-        result = self._rows(Passes(means, self._data.bytes_per_token("eval")))
-        result |= self._repeated(params, variables)
-        for changes in self._changes:
-            first = next(iter(self._batches(changes.placement.rows)))
-            changed = changes(params, variables, first)
-            result |= {f"eval/{name}": value for name, value in changed.items()}
+            if self._config.calibrate:
+                variables = calibrate(self._model, params, variables, self._train_batches())
+            means = {
+                selection: self._run(step, params, variables, self._batches(self._placement.rows))
+                for selection, step in self._steps.items()
+            }
+            result = self._rows(Passes(means, self._data.bytes_per_token("eval")))
+            result |= self._repeated(params, variables)
+            for changes in self._changes:
+                batch = next(iter(self._batches(changes.placement.rows)))
+                changed = changes(params, variables, batch)
+                result |= {f"eval/{name}": value for name, value in changed.items()}
         return result
 
     def _rows(self, passes):
-        """All that passes over the held-out text say by themselves."""
+        """Metrics of the passes over the held-out text."""
         causal = passes.means["causal"]
         result = passes.loss("causal", "") | {
             "eval/accuracy": causal["correct"],
@@ -125,8 +124,9 @@ class Evaluator:
         return result
 
     def check_metric(self, name, params, variables):
-        """UsageError unless evaluations give `config.checkpoint.best_metric`. Unless it is one that
-        all give, they are traced to know; nothing runs.
+        """Raise UsageError unless evaluations log `name`, which is `config.checkpoint.best_metric`.
+
+        Traces the evaluation unless all models log it; nothing runs.
 
         Args:
           params, variables: their shapes.
@@ -147,13 +147,12 @@ class Evaluator:
         known = list(self._rows(Passes(means, 1.0)))
         known += ["eval/repeated/second"] * bool(c.repeated_rows)
         for changes in self._changes:
-            known += [f"eval/{of}" for of in changes.names(params, variables, batch)]
+            known += [f"eval/{key}" for key in changes.names(params, variables, batch)]
         if name not in known:
-            of_layers = {of for of in known for over in known if of.startswith(f"{over}/")}
-            whole = sorted({*known} - of_layers)
+            of_layers = {a for a in known for b in known if a.startswith(f"{b}/")}
             raise UsageError(
-                f"config.checkpoint.best_metric={name!r}: evaluation of this model does not "
-                f"log it{nearest(name, known)}; use one of {', '.join(whole)}"
+                f"config.checkpoint.best_metric={name!r}: evaluation of this model does not log "
+                f"it{nearest(name, known)}; use one of {', '.join(sorted({*known} - of_layers))}"
             )
 
     def _train_batches(self):
@@ -166,19 +165,21 @@ class Evaluator:
         return self._data.eval_batches(c.batch_size, c.max_batches, rows)
 
     def _repeated(self, params, variables):
-        """What the model gains where a row repeats itself, by the causal decisions: what it copies
-        from its context, since there is nothing else to predict such a token by (Olsson et al.
-        2022, "In-context learning and induction heads", arXiv 2209.11895)."""
+        """Loss of both halves of rows that repeat themselves, and the gain of the second.
+
+        The gain measures copying from the context: nothing else predicts a token of the second half
+        (Olsson et al. 2022, "In-context learning and induction heads", arXiv 2209.11895).
+        """
         c, rows = self._config, self._placement.rows
         if not c.repeated_rows:
             return {}
         step, nats = self._steps["causal"], {}
         for half in ("first", "second"):
             batches = self._data.repeated_batches(c.repeated_rows, c.batch_size, rows)
-            halves = (of_row[half] for of_row in batches)
+            halves = (batch[half] for batch in batches)
             nats[half] = self._run(step, params, variables, halves)["loss"]
         nats["gain"] = nats["first"] - nats["second"]
-        return {f"eval/repeated/{name}": of for name, of in nats.items()}
+        return {f"eval/repeated/{name}": value for name, value in nats.items()}
 
     def _run(self, step, params, variables, batches):
         totals = []
@@ -186,7 +187,7 @@ class Evaluator:
             batch = self._placement(batch)
             totals.append(step(params, variables, batch, self._seed, np.uint32(index)))
             if len(totals) > 2:
-                totals[-3] = jax.device_get(totals[-3])  # two batches in flight, not the split
+                totals[-3] = jax.device_get(totals[-3])  # at most two batches in flight
         sums = jax.tree.map(
             lambda *parts: np.sum(parts, axis=0, dtype=np.float64), *jax.device_get(totals)
         )
@@ -200,7 +201,7 @@ class Evaluator:
 
 
 def cut(metrics):
-    """ " over 25% of the held-out split", or nothing where all of it was scored."""
+    """ " over 25% of the held-out split", or "" if all of it was scored."""
     fraction = metrics["eval/split_fraction"]
     return f" over {portion([fraction])}" if fraction < 1 else ""
 
@@ -228,14 +229,14 @@ def describe(step, metrics):
 
 
 def scored(data, config, tokens):
-    """What an evaluation is of: which text, how much of it, and whether that is all of it.
+    """One line about the scored text: its name and size, and how much of it was scored.
 
     Args:
-      data: Data. config: the `config.evaluate` block. tokens: how many were scored.
+      data: Data. config: the `config.evaluate` block. tokens: number of scored tokens.
     """
-    in_text, bytes_per_token = data.scored_tokens("eval"), data.bytes_per_token("eval")
-    size = f"{in_text:,} tokens, {round(in_text * bytes_per_token):,} bytes"
-    if tokens < in_text:
+    total, bytes_per_token = data.scored_tokens("eval"), data.bytes_per_token("eval")
+    size = f"{total:,} tokens, {round(total * bytes_per_token):,} bytes"
+    if tokens < total:
         size = (
             f"{round(tokens):,} tokens, about {round(tokens * bytes_per_token):,} bytes, spread"
             f" over its {size} (config.evaluate.max_batches={config.max_batches})"

@@ -1,14 +1,13 @@
-"""FLOPs: nominal ones are stated by each model, component by component; executed ones are traced.
+"""FLOPs: nominal (by formulas, one for each component of a model) and executed (traced).
 
 Nominal FLOPs follow the papers' convention: the products that the mathematics needs. Executed ones
-are the products in the traced program, which also computes, for example, a part of the scores that
-the causal mask hides, and slots of experts that no token fills. In both a multiply-add is 2 FLOPs,
-and training costs three times the forward pass (each product has two gradients of the same size).
-Recomputation in the backward pass (attention scores; under remat whatever its policy drops) is
-overhead and not counted, nor is the forward pass that accumulation makes first for a loss that
-needs the whole batch (`efx.step.make_train_step`). Element-wise operations, norms, softmax and
-lookups are not counted either; the compiler's own count, which has them, agrees with the traced one
-within 2% on unrolled models (tests/contract/test_flops.py).
+are the products of the traced program, including, for example, scores that the causal mask hides
+and empty slots of experts. In both a multiply-add is 2 FLOPs, and training costs three times the
+forward pass (each product has two gradients of the same size). Not counted are recomputation in the
+backward pass (attention scores, remat), the first forward pass of accumulation
+(`efx.step.make_train_step`), element-wise operations, norms, softmax and lookups. The compiler's
+count, which has the latter, agrees with the traced one within 2% on unrolled models
+(tests/contract/test_flops.py).
 """
 
 import contextlib
@@ -22,7 +21,6 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
 from efx import sharding
 from efx.sharding import only_shapes
@@ -33,12 +31,12 @@ TRAIN_FACTOR = 3  # forward, gradient of the input, gradient of the weights
 
 @dataclasses.dataclass(frozen=True)
 class Ledger:
-    """Nominal forward FLOPs of ONE sequence of `length` tokens.
+    """Nominal forward FLOPs of ONE sequence.
 
     Attributes:
       length: tokens in the sequence.
-      nominal: {component: FLOPs} by the papers' convention: causal attention counts every query
-        against the mean number of keys that it may see, (T+1)/2.
+      nominal: {component: FLOPs}. Causal attention counts for each query the mean number of keys
+        that it may see, (T+1)/2, as papers do.
     """
 
     length: int
@@ -58,35 +56,36 @@ def matmul(rows, inner, columns):
 
 
 def attention_scores(pairs, num_heads, head_dim):
-    """Scores and weighted values of `pairs` (query, key) pairs a head."""
+    """FLOPs of the scores and weighted values of `pairs` (query, key) pairs of each head."""
     return 2 * matmul(pairs, head_dim, 1) * num_heads
 
 
 def causal_pairs(length, window=0):
-    """(query, key) pairs that a causal mask allows in one sequence."""
+    """Number of (query, key) pairs that a causal mask allows in one sequence."""
     if not window or window >= length:
         return length * (length + 1) // 2
     return window * (window + 1) // 2 + (length - window) * window
 
 
 def thinned_pairs(tokens, length, window=0, pairs=None):
-    """Of `causal_pairs(length, window)` those whose query and key both are among so many of the
-    tokens, as many as there are in the mean when each token is as likely as the others. A window
-    looks back over places of the whole sequence.
+    """Mean number of `causal_pairs(length, window)` between randomly selected tokens.
 
-    pairs: how many there are without a window, where `tokens` is a mean over sequences; None:
-      `causal_pairs(tokens)`.
+    Args:
+      tokens: number of selected tokens; all selections are equally likely. The window counts
+        positions of the whole sequence.
+      pairs: number of pairs without a window, if `tokens` is a mean over sequences; None:
+        `causal_pairs(tokens)`.
     """
     pairs = causal_pairs(tokens) if pairs is None else pairs
     if not window or window >= length:
         return pairs
     # A token always sees itself.
-    share = (pairs - tokens) / (length * (length - 1) / 2)
-    return tokens + share * (causal_pairs(length, window) - length)
+    fraction = (pairs - tokens) / (length * (length - 1) / 2)
+    return tokens + fraction * (causal_pairs(length, window) - length)
 
 
 def add(ledgers):
-    """{component: FLOPs} summed over several such dicts."""
+    """Sum of several dicts {component: FLOPs}."""
     total = {}
     for components in ledgers:
         for name, value in components.items():
@@ -100,14 +99,14 @@ def count_params(params):
 
 @functools.lru_cache(maxsize=64)
 def executed(model, length, batch=1, train=True):
-    """FLOPs that one forward pass over `batch` sequences of `length` tokens executes, output layer
-    and sown losses included.
+    """FLOPs that one forward pass executes, output layer and sown losses included.
 
-    The pass is that of the model's initialisation, traced: nothing is allocated, compiled or run,
-    and it takes about half a second. `train` is the argument of the model's call: whether tokens
-    are selected as in training. A pass over whole sequences has no product inside a `cond` or
-    `while`, for which `jaxpr_flops` is not exact; tokens that `skip_tile` leaves out in evaluation
-    count as computed.
+    Traces the model's initialisation (about half a second); nothing is allocated, compiled or run.
+    Tokens that `skip_tile` leaves out in evaluation count as computed.
+
+    Args:
+      batch: number of sequences, of `length` tokens.
+      train: the argument of the model's call: whether tokens are selected as in training.
     """
 
     def forward(key, tokens_BT):
@@ -129,15 +128,15 @@ def _counting():
 
 
 def is_counting():
-    """Whether what is traced now is traced to be counted, and no kernel is to hide its products."""
+    """Whether FLOPs are being counted, so that no kernel may hide its products."""
     return _COUNTING.get()
 
 
 def jaxpr_flops(function, *args):
-    """FLOPs of every dot_general in a traced function, scan bodies times their length.
+    """FLOPs of every dot_general of a traced function.
 
-    The compiler's cost analysis counts a scanned body once; this does not. A `cond` counts its
-    most expensive branch, a `while` body once.
+    A scan counts its body times its length (the compiler's cost analysis counts it once), a `cond`
+    its most expensive branch, a `while` its body once.
     """
     return _walk(jax.make_jaxpr(function)(*args).jaxpr)
 
@@ -158,51 +157,6 @@ def _walk_one(equation):
     return sum(inner) * equation.params.get("length", 1)
 
 
-def interpreted_flops(function, *args):
-    """FLOPs of every dot_general that runs for these arguments: every iteration of a `while`, the
-    branch of a `cond` that is taken. The function is interpreted step by step, which is slow."""
-    closed = jax.make_jaxpr(function)(*args)
-    return _interpret(closed.jaxpr, closed.consts, jax.tree.leaves(args))[1]
-
-
-def _interpret(jaxpr, consts, arguments):
-    """(results, FLOPs)"""
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
-    total = 0
-
-    def interpret(closed, arguments):
-        nonlocal total
-        outputs, count = _interpret(closed.jaxpr, closed.consts, arguments)
-        total += count
-        return outputs
-
-    def read(variable):
-        return variable.val if isinstance(variable, core.Literal) else values[variable]
-
-    for equation in jaxpr.eqns:
-        inputs, params = [read(variable) for variable in equation.invars], equation.params
-        if equation.primitive.name == "while":
-            body_start = params["cond_nconsts"]
-            carry_start = body_start + params["body_nconsts"]
-            outputs = inputs[carry_start:]
-            while interpret(params["cond_jaxpr"], (*inputs[:body_start], *outputs))[0]:
-                outputs = interpret(
-                    params["body_jaxpr"], (*inputs[body_start:carry_start], *outputs)
-                )
-        elif equation.primitive.name == "cond":
-            outputs = interpret(params["branches"][int(inputs[0])], inputs[1:])
-        elif equation.primitive.name in ("jit", "pjit", "closed_call"):
-            outputs = interpret(params["jaxpr"], inputs)
-        elif equation.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
-            outputs = interpret(params["call_jaxpr"], inputs)
-        else:
-            total += _walk_one(equation)
-            outputs = equation.primitive.bind(*inputs, **params)
-            outputs = outputs if equation.primitive.multiple_results else [outputs]
-        values.update(zip(equation.outvars, outputs, strict=True))
-    return [read(variable) for variable in jaxpr.outvars], total
-
-
 def _subjaxprs(params):
     for value in params.values():
         for inner in value if isinstance(value, (tuple, list)) else (value,):
@@ -211,9 +165,9 @@ def _subjaxprs(params):
                 yield inner
 
 
-# Dense peak FLOP/s of one device, without sparsity, by the words with which jax's device_kind
-# begins: (bfloat16, float32 or tf32 as XLA runs it by default). Vendors' data sheets. By default a
-# TPU multiplies float32 in one pass of bfloat16; only a product at the highest precision takes six.
+# Dense peak FLOP/s of one device, by the first words of jax's device_kind: (bfloat16, float32 or
+# tf32 as XLA runs it by default). Vendors' data sheets. By default a TPU multiplies float32 in one
+# pass of bfloat16; products at the highest precision take six.
 _PEAKS = {
     "TPU v4": (275e12, 275e12),
     "TPU v5 lite": (197e12, 197e12),
@@ -240,7 +194,7 @@ _PEAKS = {
 
 
 def device_peak(dtype, device=None):
-    """Peak FLOP/s of one device for a dtype name, or None where it is not known (any CPU)."""
+    """Peak FLOP/s of one device for a dtype name; None for unknown devices and CPUs."""
     kind = re.split("[ -]", (device or jax.devices()[0]).device_kind)
     for words in range(len(kind), 0, -1):
         if peaks := _PEAKS.get(" ".join(kind[:words])):
@@ -251,7 +205,7 @@ def device_peak(dtype, device=None):
 def cpu_flops_per_second(size=1024, repeats=5):
     """FLOP/s of a large float32 product on this CPU, measured in a fraction of a second.
 
-    NumPy, about as fast as XLA there, needs no compiled program and no mesh.
+    NumPy is about as fast as XLA:CPU, and compiles nothing.
     """
     x, seconds = np.ones((size, size), np.float32), []
     for _ in range(repeats):

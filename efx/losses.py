@@ -1,8 +1,7 @@
-"""What is minimised: cross-entropy, the distance to a teacher, the weighted sum of sown losses,
-coefficient schedules.
+"""The training objective: cross-entropy, distillation, the weighted sum of sown losses.
 
-All arithmetic is float32 whatever the input. Cross-entropy is returned as sums over tokens, never
-as a mean: the train step divides once, by the weight of the whole (accumulated, sharded) batch.
+All arithmetic is float32 whatever the input. Cross-entropy is a sum over tokens, never a mean: the
+train step divides once, by the weight of the whole (accumulated, sharded) batch.
 """
 
 import functools
@@ -19,12 +18,12 @@ from efx.run_blocks import loss_weight
 
 
 class LossSums(NamedTuple):
-    """Sums over the tokens of a batch, each multiplied by its weight; float32 scalars.
+    """Weighted sums over the tokens of a batch; float32 scalars.
 
-    Only `total` carries a gradient; the others are for the log.
+    Only `total` carries a gradient; the others are logged.
     """
 
-    total: jax.Array  # loss + z_loss * z + distill * distance: what is minimised
+    total: jax.Array  # objective: loss + z_loss * z + distill * distance
     loss: jax.Array  # cross-entropy in nats
     z: jax.Array  # logsumexp(logits)^2
     weights: jax.Array
@@ -33,7 +32,7 @@ class LossSums(NamedTuple):
 
 
 class Teacher(NamedTuple):
-    """The features of a model whose distribution is followed, and what makes logits of them."""
+    """Features of the teacher of a distillation, and its output layer."""
 
     head_fn: Callable  # pure function (head_params, x_ND) -> logits_NV
     head_params: dict
@@ -53,12 +52,11 @@ def cross_entropy(
 
     Args:
       logits_BTV: any float dtype, any number of leading axes.
-      targets_BT: integers < vocab_size; where the weight is 0 they may be anything.
+      targets_BT: integers < vocab_size; arbitrary where the weight is 0.
       weights_BT: 0 for tokens that are not scored.
       z_loss: coefficient of logsumexp^2 (arXiv 2204.02311, section 5), may be traced.
-      vocab_size: columns from here on are padding and get no probability; None: no padding.
-      teacher_logits_BTV: of the model whose distribution is followed, as wide as the others; None:
-        there is none.
+      vocab_size: later columns are padding and get no probability; None: no padding.
+      teacher_logits_BTV: of the same shape as the logits, or None.
       distill: coefficient of KL(teacher || model) (arXiv 1503.02531 at temperature 1), may be
         traced.
     """
@@ -73,8 +71,8 @@ def cross_entropy(
 
     logits_BTV = without_padding(logits_BTV)
     scored_BT = weights_BT != 0
-    # Comparing with the column number instead of indexing keeps a sharded vocabulary in place, and
-    # its gradient is elementwise where that of indexing is a scatter.
+    # Comparing column numbers, not indexing: a sharded vocabulary stays in place, and the gradient
+    # is elementwise instead of a scatter.
     hit_BTV = column_BTV == targets_BT[..., None]
     target_BT = jnp.sum(jnp.where(hit_BTV, logits_BTV, 0.0), axis=-1)
     best_other_BT = jnp.max(
@@ -83,7 +81,7 @@ def cross_entropy(
     lse_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
 
     def summed(value_BT):
-        # value * weight alone would be nan where a value that is not scored is infinite.
+        # value * weight would be nan where an unscored value is infinite.
         return jnp.sum(jnp.where(scored_BT, value_BT * weights_BT, 0.0))
 
     loss, z = summed(lse_BT - target_BT), summed(jnp.square(lse_BT))
@@ -93,7 +91,7 @@ def cross_entropy(
         teacher_BTV = jax.lax.stop_gradient(teacher_logits_BTV.astype(jnp.float32))
         log_p_BTV = jax.nn.log_softmax(without_padding(teacher_BTV))
         p_BTV = jnp.exp(log_p_BTV)
-        # Where the teacher gives no probability, both logarithms may be infinite.
+        # Where the teacher's probability is 0, both logarithms may be infinite.
         gap_BTV = jnp.where(p_BTV > 0, log_p_BTV - (logits_BTV - lse_BT[..., None]), 0.0)
         distance = summed(jnp.sum(p_BTV * gap_BTV, axis=-1))
         total += distill * distance
@@ -115,32 +113,28 @@ def chunked_cross_entropy(
     teacher=None,
     distill=0.0,
 ):
-    """`cross_entropy(head_fn(head_params, x), ...)` without ever holding the logits of all tokens.
+    """`cross_entropy(head_fn(head_params, x), ...)` without the logits of all tokens in memory.
 
-    Goes over the sequence in slices of `chunk` positions. Under differentiation the gradients of a
-    slice (in x and in head_params, the latter accumulated in float32) are computed at once while
-    its logits exist, so the logits are neither kept nor computed a second time; the backward pass
-    only multiplies these gradients by the incoming cotangent. Without differentiation, as in
-    evaluation, no gradient is computed. Reverse mode only, first derivatives only.
+    A scan over slices of `chunk` positions. Under differentiation each slice computes its gradients
+    in x and head_params (the latter accumulated in float32) while its logits exist, so logits are
+    neither stored nor recomputed; the backward pass only scales these gradients. Reverse mode only,
+    first derivatives only.
 
-    Slices run over T, not over B*T, so that every device works on its own rows of B in every slice.
+    Slices run over T, not over B * T, so that every device works on its own rows in every slice.
 
     Args:
-      head_fn: pure function (head_params, x_ND) -> logits_NV, token by token (row n of the result
-        depends on row n of x only); must not close over traced values.
-      head_params: tree of float arrays. On a mesh, lay them out before the call so that no mesh
-        axis of the batch splits them; otherwise every slice communicates.
+      head_fn: pure function (head_params, x_ND) -> logits_NV, token by token; must not close over
+        traced values.
+      head_params: tree of float arrays. On a mesh no mesh axis of the batch may split them;
+        otherwise every slice communicates.
       x_BTD: final hidden states, any float dtype; their gradient has the same dtype.
-      targets_BT, weights_BT, z_loss, vocab_size: as in `cross_entropy`; z_loss may be traced.
+      targets_BT, weights_BT, z_loss, vocab_size, distill: as in `cross_entropy`.
       chunk: positions a slice; B * chunk tokens have logits at a time. T need not be a multiple.
-      groups: number of groups of rows that B is split into, each with its own gradient accumulator
-        [groups, ...] of the head parameters. Set it to the number of shards of the batch axis:
-        the accumulators then stay on their devices and are summed over devices once at the end, not
-        once every slice. It must divide B.
-      sum_groups: function of the tree of these accumulators that gives their sums over the groups;
-        None: the plain sums.
-      teacher: `Teacher` of the same rows, or None; its logits are those of a slice, too, and it
-        gets no gradient. distill: as in `cross_entropy`.
+      groups: groups of rows with a gradient accumulator of the head parameters each, such as the
+        shards of the batch: the accumulators stay on their devices, which sum them once at the end
+        and not once every slice. Must divide B.
+      sum_groups: sums the tree of accumulators [groups, ...] over groups; None: plain sums.
+      teacher: `Teacher` of the same rows, or None; it gets no gradient.
 
     Returns:
       `LossSums`; only `total` carries a gradient.
@@ -155,7 +149,7 @@ def chunked_cross_entropy(
         return a.reshape(groups, batch // groups, *a.shape[1:])
 
     chunk = min(chunk, length)
-    sum_groups = sum_groups or _over_groups
+    sum_groups = sum_groups or _sum_groups
     static = _Static(head_fn, chunk, vocab_size, teacher and teacher.head_fn, sum_groups)
     rows = targets_BT, weights_BT.astype(jnp.float32), teacher and teacher.x_BTD
     rates = jnp.asarray(z_loss, jnp.float32), jnp.asarray(distill, jnp.float32)
@@ -173,57 +167,22 @@ class _Static(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked(static, head_params, x, rows, fixed):
-    """Value only.
+    """`LossSums`.
 
     Args:
       x: [groups, B/groups, T, D].
       rows: (targets, weights, features of the teacher or None), [groups, B/groups, T, ...].
       fixed: (head parameters of the teacher or None, z_loss, distill).
     """
-
-    def one_group(x, rows):
-        def step(sums, index):
-            _, x_slice, rows_slice = _slice(static, x, rows, index)
-            return _add_sums(
-                sums, _slice_sums(static, head_params, x_slice, rows_slice, fixed)
-            ), None
-
-        sums, _ = jax.lax.scan(step, _zero_sums(), jnp.arange(_slices(static, x)))
-        return sums
-
-    return _over_groups(jax.vmap(one_group)(x, rows))
+    sums, _, _ = _scan_slices(static, head_params, x, rows, fixed, with_gradients=False)
+    return _sum_groups(sums)
 
 
 def _chunked_forward(static, head_params, x, rows, fixed):
-    """Value, and as residuals the gradients of `total` in head_params and x."""
-
-    def total(head_params, x_slice, rows_slice):
-        sums = _slice_sums(static, head_params, x_slice, rows_slice, fixed)
-        return sums.total, sums
-
-    def one_group(x, rows):
-        def step(carry, index):
-            sums, d_head, d_x = carry
-            start, x_slice, rows_slice = _slice(static, x, rows, index)
-            (_, slice_sums), (d_head_slice, d_x_slice) = jax.value_and_grad(
-                total, argnums=(0, 1), has_aux=True
-            )(head_params, x_slice, rows_slice)
-            d_head = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), d_head, d_head_slice)
-            # Added, not set: the last slice may overlap the one before, with gradients 0 there.
-            d_x_slice += jax.lax.dynamic_slice_in_dim(d_x, start, d_x_slice.shape[1], axis=1)
-            d_x = jax.lax.dynamic_update_slice_in_dim(d_x, d_x_slice, start, axis=1)
-            return (_add_sums(sums, slice_sums), d_head, d_x), None
-
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), head_params)
-        carry, _ = jax.lax.scan(
-            step, (_zero_sums(), zeros, jnp.zeros_like(x)), jnp.arange(_slices(static, x))
-        )
-        return carry
-
-    sums, d_head, d_x = jax.vmap(one_group)(x, rows)
+    sums, d_head, d_x = _scan_slices(static, head_params, x, rows, fixed, with_gradients=True)
     # An empty slice of each parameter carries its dtype to the backward pass.
     dtypes = jax.tree.map(lambda p: jnp.zeros((0,), p.dtype), head_params)
-    return _over_groups(sums), (static.sum_groups(d_head), d_x, dtypes)
+    return _sum_groups(sums), (static.sum_groups(d_head), d_x, dtypes)
 
 
 def _chunked_backward(static, residuals, cotangent):
@@ -237,23 +196,55 @@ def _chunked_backward(static, residuals, cotangent):
 _chunked.defvjp(_chunked_forward, _chunked_backward)
 
 
-def _slices(static, x):
-    return math.ceil(x.shape[1] / static.chunk)
+def _scan_slices(static, head_params, x, rows, fixed, with_gradients):
+    """(LossSums, gradients of `total` in head_params and in x) of each group [groups, ...].
+
+    The gradients are None unless `with_gradients`.
+    """
+    num_slices = math.ceil(x.shape[2] / static.chunk)
+
+    def total(head_params, x_slice, rows_slice):
+        sums = _slice_sums(static, head_params, x_slice, rows_slice, fixed)
+        return sums.total, sums
+
+    def one_group(x, rows):
+        def step(carry, index):
+            sums, d_head, d_x = carry
+            start, x_slice, rows_slice = _slice(static.chunk, x, rows, index)
+            if with_gradients:
+                gradients, slice_sums = jax.grad(total, argnums=(0, 1), has_aux=True)(
+                    head_params, x_slice, rows_slice
+                )
+                d_head_slice, d_x_slice = gradients
+                d_head = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), d_head, d_head_slice)
+                # Added, not set: the last slice may overlap the one before, with gradients 0 there.
+                d_x_slice += jax.lax.dynamic_slice_in_dim(d_x, start, static.chunk, axis=1)
+                d_x = jax.lax.dynamic_update_slice_in_dim(d_x, d_x_slice, start, axis=1)
+            else:
+                _, slice_sums = total(head_params, x_slice, rows_slice)
+            return (jax.tree.map(jnp.add, sums, slice_sums), d_head, d_x), None
+
+        sums, d_head, d_x = LossSums(*[jnp.zeros((), jnp.float32)] * 6), None, None
+        if with_gradients:
+            d_head = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), head_params)
+            d_x = jnp.zeros_like(x)
+        carry, _ = jax.lax.scan(step, (sums, d_head, d_x), jnp.arange(num_slices))
+        return carry
+
+    return jax.vmap(one_group)(x, rows)
 
 
-def _slice(static, x, rows, index):
+def _slice(chunk, x, rows, index):
     """Start, x and rows of slice `index` of one group, [B/groups, chunk, ...].
 
-    The last slice is moved back to end at T; positions that the slice before it has too get
-    weight 0.
+    The last slice ends at T; positions that the slice before it has too get weight 0.
     """
-    chunk = static.chunk
     start = jnp.minimum(index * chunk, x.shape[1] - chunk)
     x, (targets, weights, teacher_x) = jax.tree.map(
         lambda a: jax.lax.dynamic_slice_in_dim(a, start, chunk, axis=1), (x, rows)
     )
-    fresh = start + jnp.arange(chunk)[None, :] >= index * chunk
-    return start, x, (targets, jnp.where(fresh, weights, 0.0), teacher_x)
+    is_new = start + jnp.arange(chunk)[None, :] >= index * chunk
+    return start, x, (targets, jnp.where(is_new, weights, 0.0), teacher_x)
 
 
 def _slice_sums(static, head_params, x, rows, fixed):
@@ -274,29 +265,22 @@ def _slice_sums(static, head_params, x, rows, fixed):
     )
 
 
-def _zero_sums():
-    return LossSums(*[jnp.zeros((), jnp.float32)] * len(LossSums._fields))
-
-
-def _add_sums(a, b):
-    return jax.tree.map(jnp.add, a, b)
-
-
-def _over_groups(tree):
+def _sum_groups(tree):
     return jax.tree.map(lambda a: jnp.sum(a, axis=0), tree)
+
+
+# ---- sown losses ---------------------------------------------------------------------------------
 
 
 def coefficient(spec, step, total_steps, name="<name>"):
     """Weight of a loss at `step` (may be traced); float32 scalar.
 
     Args:
-      spec: a number, or a mapping with `schedule` and exactly the keys of
-        `run_blocks.COEFFICIENTS`:
+      spec: a number, or a mapping with `schedule` and the keys of `run_blocks.COEFFICIENTS`.
         constant(value); linear and cosine(c_start, c_end, steps): from c_start at step 0 to c_end
         at `steps` (0: total_steps), then c_end; exponential(rate, c_min, c_max):
         min(exp(rate * step) - 1 + c_min, c_max).
       name: of the loss, for the error message.
-
     Raises:
       UsageError: unknown schedule, missing or unknown key, negative `steps`.
     """
@@ -317,43 +301,44 @@ def coefficient(spec, step, total_steps, name="<name>"):
 
 
 def collect_sown(sown, whole=None):
-    """dict name -> mean over all values sown under that name, whatever module sowed them.
+    """{name: mean over all values sown under that name}, whatever module sowed them.
 
-    Every layer counts once: linen's tuples (one entry a call) and the leading axis that a scanned
-    stack adds are flattened together, so scanned and unrolled models agree. A mean of nothing, as
-    of the masks of a routed block that routed no token, says nothing and does not count; 0 where
-    there is no other. Which these are is asked of the whole batch, whose layers a loss is the mean
-    over, whatever its micro-batches hold.
+    Every layer counts once: linen's tuples (one entry a call) and the leading axis of a scanned
+    stack are flattened together, so scanned and unrolled models agree. A layer whose Mean is over
+    no token, such as the masks of a routed block that routed none, is skipped; 0 if all are.
 
     Args:
       sown: a tree of values, or of `means.Mean`.
-      whole: None, or the tree of Means of the whole batch if `sown` is of one micro-batch: then its
-        contributions to the values of the whole batch are collected.
+      whole: None, or the tree of Means of the whole batch if `sown` is of one micro-batch. Then the
+        whole batch decides which layers are skipped, and the results are the contributions of the
+        micro-batch, see `Mean.contribution`.
     """
     whole_means, entries = dict(means.leaves(whole)), {}
     for path, value in means.leaves(sown):
-        counts = True
+        has_tokens = True
         if isinstance(value, means.Mean):
-            of_batch = whole_means[path] if whole_means else value
-            counts = of_batch.count > 0
-            value = value.contribution(of_batch) if whole_means else value.value()
+            batch_mean = whole_means[path] if whole_means else value
+            has_tokens = batch_mean.count > 0
+            value = value.contribution(batch_mean) if whole_means else value.value()
         value = jnp.asarray(value, jnp.float32)
         name = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)][-1]
-        entry = jnp.where(counts, value, 0.0), jnp.broadcast_to(counts, value.shape)
-        entries.setdefault(name, []).append(tuple(map(jnp.ravel, entry)))
-
-    def mean(found):
-        values, counts = map(jnp.concatenate, zip(*found, strict=True))
-        return jnp.sum(values) / jnp.maximum(jnp.sum(counts, dtype=jnp.float32), 1.0)
-
-    return {name: mean(found) for name, found in sorted(entries.items())}
+        values, counts = entries.setdefault(name, ([], []))
+        values.append(jnp.ravel(jnp.where(has_tokens, value, 0.0)))
+        counts.append(jnp.ravel(jnp.broadcast_to(has_tokens, value.shape)))
+    collected = {}
+    for name, (values, counts) in sorted(entries.items()):
+        num_layers = jnp.sum(jnp.concatenate(counts), dtype=jnp.float32)
+        collected[name] = jnp.sum(jnp.concatenate(values)) / jnp.maximum(num_layers, 1.0)
+    return collected
 
 
 def check_names(sown_names, config_losses):
-    """Raise UsageError if a sown loss has no weight in config.losses.
+    """Sorted names of `config.losses` that nothing sows.
 
-    Returns the sorted names of weights that nothing sows. These are no error, since a config may
-    have weights for options that are off; a misspelt one leaves a sown loss without a weight.
+    These are no error, since a config may have weights for options that are off.
+
+    Raises:
+      UsageError: a sown loss has no weight, perhaps because the name of the weight is misspelt.
     """
     unused = sorted(set(config_losses) - set(sown_names))
     for name in sorted(sown_names):
@@ -367,12 +352,13 @@ def check_names(sown_names, config_losses):
 
 
 def weighted_sum(sown, config_losses, step, total_steps):
-    """(sum over names of coefficient(step) * loss, the unweighted losses by name).
+    """Sum of coefficient(step) * loss over the sown losses.
 
     Args:
       sown: result of `collect_sown`.
-      config_losses: {name: weight}, `config.losses` as a mapping; a sown name missing from it
-        is a UsageError.
+      config_losses: {name: weight}, `config.losses` as a mapping.
+    Raises:
+      UsageError: a sown loss has no weight.
     """
     check_names(sown, config_losses)
     total = jnp.zeros((), jnp.float32)
@@ -381,7 +367,7 @@ def weighted_sum(sown, config_losses, step, total_steps):
         # A loss whose weight is the constant 0 is left out, so its gradient costs nothing.
         if not isinstance(spec, int | float) or spec:
             total += coefficient(spec, step, total_steps, name) * value
-    return total, dict(sown)
+    return total
 
 
 def bits_per_byte(nats_per_token, bytes_per_token):

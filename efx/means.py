@@ -1,9 +1,9 @@
 """Means over the tokens of a batch, kept as sums and counts, so that batches can be added.
 
-`sow` reports a number twice: its value for this batch into `losses` or `stats`, and the `Mean` with
-that value into the collection `means`. Accumulation and evaluation add the Means of several batches
-and compute the value last: a mean of means differs if batches count different numbers of tokens or
-the value is not linear in the mean.
+`sow` sows a value into `losses` or `stats`, and the `Mean` that it comes from into `means`.
+Accumulation and evaluation add the Means of several batches and compute the value last: a mean of
+means would differ if batches count different numbers of tokens, or if the value is not linear in
+the mean.
 """
 
 import contextlib
@@ -20,13 +20,14 @@ _WITHOUT_LOSSES = contextvars.ContextVar("without_losses", default=False)
 
 @struct.dataclass
 class Mean:
-    """function(total / count), or total / count itself. `jax.tree.map(jnp.add, a, b)` is the Mean
-    of two batches together. The mean of nothing (count 0) is 0.
+    """The value function(total / count), or total / count; 0 if the count is 0.
+
+    `jax.tree.map(jnp.add, a, b)` is the Mean of two batches together.
 
     Attributes:
-      total: float32 [*L, ...], the sum over the tokens of the batch; *L if layers are scanned.
-      count: [*L], the number of tokens (or other things). No gradient goes through it.
-      function: from the mean [...] to one number; None: the mean is one number.
+      total: float32 [*L, ...], sum over the tokens of the batch; *L if layers are scanned.
+      count: [*L], number of tokens (or other things). Carries no gradient.
+      function: from the mean [...] to a scalar; None: the mean is a scalar.
     """
 
     total: jax.Array
@@ -44,10 +45,10 @@ class Mean:
         return self.mean() if self.function is None else self._apply(self.mean())
 
     def contribution(self, whole):
-        """[*L]: the contribution of this micro-batch to the value of `whole`, its batch's Mean.
+        """[*L]: contribution of this micro-batch to the value of `whole`, the Mean of its batch.
 
-        It is linear in `total`, and the gradients of all micro-batches' contributions add up to the
-        gradient of `whole.value()`. Without a function only `whole.count` is read.
+        Linear in `total`. The gradients of the contributions of all micro-batches add up to the
+        gradient of `whole.value()`. Without a function only `whole.count` is used.
         """
         mean_part = self.replace(count=whole.count).mean()
         if self.function is None:
@@ -55,7 +56,7 @@ class Mean:
         return jax.jvp(self._apply, (whole.mean(),), (mean_part,))[1]
 
     def for_contribution(self):
-        """This Mean without the fields that `contribution` does not read of a `whole`."""
+        """This Mean with only the fields that `contribution` uses of `whole`."""
         return self if self.function is not None else self.replace(total=None)
 
     def _apply(self, mean):
@@ -66,7 +67,7 @@ class Mean:
 
 
 def over(value, valid_BT=None, function=None):
-    """The Mean of value [B, T, ...] over the tokens of `valid_BT`, or over all of them."""
+    """The Mean of value [B, T, ...] over the tokens in `valid_BT`; None: over all."""
     if valid_BT is None:
         count = jnp.float32(value.shape[0] * value.shape[1])
         return Mean(jnp.sum(value, axis=(0, 1)), count, function)
@@ -76,14 +77,13 @@ def over(value, valid_BT=None, function=None):
 
 
 def wanted(module):
-    """Whether the caller collects losses or statistics, so that they are worth computing."""
+    """Whether the caller collects losses or statistics of this module."""
     return any(map(module.is_mutable_collection, ("losses", "stats", COLLECTION)))
 
 
 @contextlib.contextmanager
 def without_losses():
-    """A context in which modules sow no losses: for frozen models inside a trained one, whose
-    routers and masks do not learn."""
+    """Context in which modules sow no losses: for frozen models inside a trained one."""
     token = _WITHOUT_LOSSES.set(True)
     try:
         yield
@@ -92,7 +92,7 @@ def without_losses():
 
 
 def sow(module, collection, name, mean):
-    """Sow the value of a Mean, and the Mean itself."""
+    """Sow the value of a Mean into `collection`, and the Mean into `means`."""
     if collection == "losses" and _WITHOUT_LOSSES.get():
         return
     module.sow(collection, name, mean.value())
@@ -117,5 +117,5 @@ def is_mean(leaf):
 
 
 def leaves(tree):
-    """[(path, leaf)] of a tree in which a Mean is a leaf."""
+    """[(path, leaf)] of a tree whose Means are leaves."""
     return jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_mean)

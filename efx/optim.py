@@ -1,19 +1,16 @@
 """Optimisers, learning-rate schedules and parameter groups, built on optax.
 
-Conventions of this file:
-
-- A parameter is named by its path, the keys of the tree joined by "/", for example
-  "block_0/attention/query/kernel". Every pattern of the config (`decay`, `frozen`,
-  `lr_multipliers`) is a regular expression that must match a *whole* path (`re.fullmatch`):
-  "block_1/.*" is block 1 and not block 10. An empty pattern means none; a pattern that matches no
-  parameter is an error. Rank decides nothing, because norm scales of scanned layers are 2-D.
-- Weight decay is decoupled for every optimiser (Loshchilov and Hutter 2019, arXiv 1711.05101, in
-  PyTorch's form): the update of a decayed parameter p is -lr(step) * m * (direction + wd * p), m
-  being its lr multiplier.
-- A matrix is stored as [..., in, out] under the name "kernel"; axes before the last two are stacks
-  (scanned layers, experts). Muon orthogonalises each [in, out] matrix of a stack on its own.
-- Gradients of frozen parameters enter neither the norm nor the clipping, so the compiler may drop
-  the work of computing them.
+- A parameter is named by its path, such as "block_0/attention/query/kernel". Patterns of the config
+  (`decay`, `frozen`, `lr_multipliers`) are regular expressions that must match a whole path
+  (`re.fullmatch`): "block_1/.*" is not block 10. An empty pattern matches nothing; a pattern
+  without a match is an error. Rank decides nothing, because norm scales of scanned layers are 2-D.
+- Weight decay is decoupled for every optimiser (Loshchilov and Hutter 2019, arXiv 1711.05101, as in
+  PyTorch): the update of a decayed parameter p is -lr(step) * m * (direction + wd * p), with its lr
+  multiplier m.
+- Matrices are stored as [..., in, out] under the name "kernel"; leading axes are stacks (scanned
+  layers, experts). Muon orthogonalises each matrix of a stack separately.
+- Gradients of frozen parameters count in neither the norm nor the clipping, so the compiler may
+  drop the work of computing them.
 """
 
 import functools
@@ -34,54 +31,51 @@ from efx.run_blocks import OptimConfig
 from efx.settings import make
 
 _log = logging.getLogger(__name__)
-# Modules whose kernels are not hidden matrices: AdamW trains them, as the authors of Muon do.
+# Modules whose kernels are not hidden matrices: AdamW trains them, as in the authors' Muon.
 NOT_HIDDEN = frozenset({"embed", "positions", "head", "router", "predictor"})
-# Muon's orthogonal updates are scaled by 0.2 sqrt(max(in, out)), which gives them the size of
-# AdamW's (arXiv 2502.16982, section 2.2): one learning rate and one decay serve both.
+# Muon's orthogonal updates are scaled by 0.2 sqrt(max(in, out)), the size of AdamW's (arXiv
+# 2502.16982, section 2.2), so that one learning rate and one decay serve both.
 MUON_UPDATE_RMS = 0.2
 
 
 class GradNormState(NamedTuple):
-    """Global norm of the last gradient, before clipping, over the parameters that train."""
+    """Global norm of the last gradient, before clipping, over the trained parameters."""
 
     norm: jax.Array
 
 
 class Group(NamedTuple):
-    """How one parameter is trained, according to the config."""
+    """How one parameter is trained."""
 
     frozen: bool
     decayed: bool
     multiplier: float
-    pattern: str  # the pattern that gave the multiplier, "" if none did
+    pattern: str  # the pattern of the multiplier, "" without one
     muon: bool
-    mup: float  # factor of muP on the update, weight decay apart
+    mup: float  # factor of muP on the update, excluding weight decay
 
 
 def param_paths(params):
-    """dict path -> leaf of a parameter tree; boxed leaves are unboxed."""
+    """{path: leaf} of a parameter tree; boxed leaves are unboxed."""
     return traverse_util.flatten_dict(meta.unbox(params), sep="/")
 
 
 def make_optimizer(config_optim, total_steps, params_shapes, mup_ratio=1.0):
-    """The gradient transformation and the learning-rate schedule of a run.
+    """(gradient transformation, learning-rate schedule) of a run.
+
+    schedule(step) is the rate of the update of zero-based `step` for parameters without a
+    multiplier. The transformation's `update` needs `params`.
 
     Args:
       config_optim: the `config.optim` block.
       total_steps: steps of the run; the length of the schedule if `decay_steps` is 0.
       params_shapes: parameter tree of arrays or `jax.ShapeDtypeStruct`s.
       mup_ratio: `config.model.mup_ratio`, see `efx.layers.mup`.
-
-    Returns:
-      (transformation, schedule); schedule(step) is the rate used by the update of zero-based `step`
-      for parameters without a multiplier. Pass `params` to the transformation's `update`.
-
     Raises:
       UsageError: a value or a pattern of config.optim is wrong.
     """
     config_optim = _checked(config_optim)
-    _say_if_cut(config_optim.schedule, total_steps)
-    _warn_if_warmup_is_cut(config_optim.schedule, total_steps)
+    _warn_about_schedule(config_optim.schedule, total_steps)
     schedule = make_schedule(config_optim, total_steps)
     groups = parameter_groups(config_optim, params_shapes, mup_ratio)
     shapes = meta.unbox(params_shapes)
@@ -89,17 +83,16 @@ def make_optimizer(config_optim, total_steps, params_shapes, mup_ratio=1.0):
     def per_leaf(value):
         return traverse_util.path_aware_map(lambda keys, _: value(groups["/".join(keys)]), shapes)
 
-    decay = optax.add_decayed_weights(
-        config_optim.weight_decay, mask=per_leaf(lambda group: group.decayed)
-    )
-    multipliers = per_leaf(lambda group: group.multiplier)
-    descend = optax.chain(
-        *([decay] if config_optim.weight_decay else []),
-        optax.scale_by_learning_rate(schedule),
-        *([_scale_leaves(multipliers)] if set(jax.tree.leaves(multipliers)) != {1.0} else []),
-    )
-    mup = [_scale_leaves(per_leaf(lambda group: group.mup))] if mup_ratio != 1.0 else []
-    rule = optax.chain(_direction(config_optim, per_leaf), *mup, descend)
+    direction, step = [_direction(config_optim, per_leaf)], []
+    if mup_ratio != 1.0:
+        direction.append(_scale_leaves(per_leaf(lambda group: group.mup)))
+    if config_optim.weight_decay:
+        decayed = per_leaf(lambda group: group.decayed)
+        step.append(optax.add_decayed_weights(config_optim.weight_decay, mask=decayed))
+    step.append(optax.scale_by_learning_rate(schedule))
+    if any(group.multiplier != 1.0 for group in groups.values()):
+        step.append(_scale_leaves(per_leaf(lambda group: group.multiplier)))
+    rule = optax.chain(*direction, optax.chain(*step))
     if config_optim.name == "schedule_free_adamw":
         # optax calls this schedule with a count that starts from 1, the inner one from 0.
         rule = optax.contrib.schedule_free(
@@ -115,12 +108,10 @@ def make_optimizer(config_optim, total_steps, params_shapes, mup_ratio=1.0):
 def make_schedule(config_optim, total_steps):
     """Learning rate as a function of the zero-based step, from `config.optim.schedule`.
 
-    With end E (`decay_steps`, or total_steps if 0), warm-up W (the larger of `warmup_steps` and
-    `warmup_fraction` of E, see `_warmup_steps` for one that does not fit), peak p and
-    f = `final_fraction`:
-    p (step + 1) / (W + 1) for step < W, so that no step is spent at rate 0; then
-    `constant` p; `cosine` and `linear` from p at step W to f p at step E; `wsd` p, and over the
-    last `decay_fraction` of E linearly down to f p at E. From E on the rate stays at f p.
+    With end E (`decay_steps`, or total_steps if 0), warm-up W (the larger of `_warmup_steps` and
+    `warmup_fraction` of E), peak p and f = `final_fraction`: p (step + 1) / (W + 1) for step < W,
+    so that no step has rate 0; then `constant` p; `cosine` and `linear` from p at step W to f p at
+    step E; `wsd` p, and over the last `decay_fraction` of E linearly to f p. From E on f p.
     """
     config_optim = make(OptimConfig, config_optim)
     peak, shape = config_optim.learning_rate, config_optim.schedule
@@ -135,51 +126,49 @@ def make_schedule(config_optim, total_steps):
             f"{end_name}={end}"
         )
     warmup = max(warmup_steps, round(shape.warmup_fraction * end))
-    final = shape.final_fraction
-    pieces = []  # (steps, schedule counted from the start of the piece); the last one has no end
+    decay = _wsd_decay_steps(shape, end)
+    if decay and warmup + decay > end:
+        raise UsageError(
+            f"config.optim.schedule: {warmup} steps of warm-up "
+            f"(warmup_steps={shape.warmup_steps}, warmup_fraction={shape.warmup_fraction}) "
+            f"and {decay} steps of decay (decay_fraction={shape.decay_fraction}) are more "
+            f"than {end_name}={end}"
+        )
+    final, after_warmup = shape.final_fraction, max(1, end - warmup)
+    schedules, boundaries = [], []
     if warmup:
-        pieces.append((warmup, optax.linear_schedule(peak / (warmup + 1), peak, warmup)))
-    span = max(1, end - warmup)
+        schedules.append(optax.linear_schedule(peak / (warmup + 1), peak, warmup))
+        boundaries.append(warmup)
     if shape.kind == "constant":
-        pieces.append((span, optax.constant_schedule(peak)))
+        schedules.append(optax.constant_schedule(peak))
     elif shape.kind == "cosine":
-        pieces.append((span, optax.cosine_decay_schedule(peak, span, alpha=final)))
+        schedules.append(optax.cosine_decay_schedule(peak, after_warmup, alpha=final))
     elif shape.kind == "linear":
-        pieces.append((span, optax.linear_schedule(peak, peak * final, span)))
+        schedules.append(optax.linear_schedule(peak, peak * final, after_warmup))
     else:
-        decay = _decay_steps(shape, end)
-        if warmup + decay > end:
-            raise UsageError(
-                f"config.optim.schedule: {warmup} steps of warm-up "
-                f"(warmup_steps={shape.warmup_steps}, warmup_fraction={shape.warmup_fraction}) "
-                f"and {decay} steps of decay (decay_fraction={shape.decay_fraction}) are more "
-                f"than {end_name}={end}"
-            )
-        pieces.append((end - warmup - decay, optax.constant_schedule(peak)))
-        pieces.append((decay, optax.linear_schedule(peak, peak * final, decay)))
-    lengths = [steps for steps, _ in pieces[:-1]]
-    return optax.join_schedules(
-        [piece for _, piece in pieces], [sum(lengths[: i + 1]) for i in range(len(lengths))]
-    )
+        schedules.append(optax.constant_schedule(peak))
+        boundaries.append(end - decay)
+        schedules.append(optax.linear_schedule(peak, peak * final, decay))
+    return optax.join_schedules(schedules, boundaries)
 
 
 def _warmup_steps(shape, total_steps):
-    """`warmup_steps`; a tenth of the run, at least one step, if these do not fit into the run."""
+    """`warmup_steps`, or a tenth of the run (at least one step) if these do not fit into it."""
     longest = total_steps
     if not shape.decay_steps:
-        longest -= _decay_steps(shape, total_steps)
+        longest -= _wsd_decay_steps(shape, total_steps)
     if shape.warmup_steps <= longest:
         return shape.warmup_steps
     return min(longest, max(1, total_steps // 10))
 
 
-def _decay_steps(shape, end):
-    """Steps that `wsd` keeps for its decay, of a schedule that ends at step `end`; else 0."""
+def _wsd_decay_steps(shape, end):
+    """Number of decay steps of a `wsd` schedule that ends at step `end`; 0 for other kinds."""
     return max(1, round(shape.decay_fraction * end)) if shape.kind == "wsd" else 0
 
 
-@functools.cache
-def _warn_if_warmup_is_cut(schedule, total_steps):
+@functools.cache  # once a process
+def _warn_about_schedule(schedule, total_steps):
     warmup = _warmup_steps(schedule, total_steps)
     if warmup != schedule.warmup_steps:
         _log.warning(
@@ -189,13 +178,7 @@ def _warn_if_warmup_is_cut(schedule, total_steps):
             total_steps,
             warmup,
         )
-
-
-@functools.cache
-def _say_if_cut(schedule, total_steps):
-    """A warning, once a process, where a run ends before its rate has decayed: right for one that
-    goes on later with more steps, and else a mistake."""
-    if schedule.decay_steps > total_steps:
+    if schedule.decay_steps > total_steps:  # right for a run that is to be extended
         _log.warning(
             "config.optim.schedule.decay_steps=%d is past the last step, config.steps=%d: the "
             "learning rate will not reach its final value",
@@ -205,8 +188,7 @@ def _say_if_cut(schedule, total_steps):
 
 
 def parameter_groups(config_optim, params_shapes, mup_ratio=1.0):
-    """dict path -> `Group`. Frozen wins over everything; of the lr multipliers that match a
-    parameter the first in the config wins."""
+    """{path: `Group`}. `frozen` overrides other patterns; the first matching lr multiplier wins."""
     paths = param_paths(params_shapes)
     frozen = _matching("frozen", config_optim.frozen, paths)
     decayed = _matching("decay", config_optim.decay, paths)
@@ -237,7 +219,7 @@ def parameter_groups(config_optim, params_shapes, mup_ratio=1.0):
 
 
 def describe_groups(config_optim, params_shapes, mup_ratio=1.0):
-    """A small table for the log: the number of tensors and parameters in each group."""
+    """Table for the log: the number of tensors and parameters in each group."""
     paths = param_paths(params_shapes)
     groups = parameter_groups(config_optim, params_shapes, mup_ratio)
     rows = []
@@ -264,12 +246,12 @@ def describe_groups(config_optim, params_shapes, mup_ratio=1.0):
 
 
 def grad_norm(opt_state):
-    """Global norm, before clipping, of the gradient of the update that made `opt_state`; f32[]."""
+    """Global norm, before clipping, of the last gradient; f32[]."""
     return _find_state(opt_state, GradNormState).norm
 
 
 def keeps_averages(optimizer_name):
-    """Whether the parameters to evaluate with are computed from the optimiser's state."""
+    """Whether evaluation parameters are computed from the optimiser's state."""
     return optimizer_name == "schedule_free_adamw"
 
 
@@ -277,27 +259,29 @@ def eval_params(optimizer_name, opt_state, params):
     """The parameters to evaluate, sample and export with.
 
     `schedule_free_adamw` trains at y, between the base iterate z and the average x, and is
-    evaluated at x = (y - (1 - b1) z) / b1 (Defazio et al. 2024, arXiv 2405.15682). Every other
-    optimiser evaluates what it trains. Frozen parameters are returned as they are.
+    evaluated at x = (y - (1 - b1) z) / b1 (Defazio et al. 2024, arXiv 2405.15682). Other optimisers
+    evaluate at the trained parameters, as all do for frozen ones.
     """
     if not keeps_averages(optimizer_name):
         return params
     state = _find_state(opt_state, optax.contrib.ScheduleFreeState)
 
-    def of_one(z, y):
-        return y if isinstance(z, optax.MaskedNode) else average(y, z, state.b1)
+    def is_frozen(z):
+        return isinstance(z, optax.MaskedNode)
 
     return jax.tree.map(
-        of_one, state.z, params, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
-    )
+        lambda z, y: y if is_frozen(z) else average(y, z, state.b1), state.z, params,
+        is_leaf=is_frozen,
+    )  # fmt: skip
 
 
 def stored_averages(paths):
-    """{path of a parameter: (path of its z, path of b1)}: of which leaves of a stored `TrainState`
-    the parameters to evaluate with are made by `average`. {} if its optimiser keeps no averages.
+    """{path of a parameter: (path of its z, path of b1)} in a stored `TrainState`.
+
+    From these `average` computes the evaluation parameters. {} if the optimiser keeps no averages.
 
     Args:
-      paths: of all its leaves, as tuples of strings. A parameter's begins below "params".
+      paths: of all leaves, as tuples of strings. A parameter's path starts below "params".
     """
     tops = [path[:-1] for path in paths if path[0] == "opt_state" and path[-1] == "b1"]
     return {
@@ -309,18 +293,18 @@ def stored_averages(paths):
 
 
 def average(y, z, b1):
-    """The average x of a parameter that is trained at y with the base iterate z."""
+    """The average x of a parameter that is trained at y, with base iterate z."""
     return ((y - (1.0 - b1) * z) / b1).astype(y.dtype)
 
 
 def _direction(config, per_leaf):
-    """The update before decay and learning rate."""
+    """The transformation of an optimiser, without decay and learning rate."""
     if config.name == "lion":
         return optax.scale_by_lion(b1=config.b1, b2=config.b2)
     if config.name == "sgd":
         return optax.trace(decay=config.momentum) if config.momentum else optax.identity()
     if config.name == "schedule_free_adamw":
-        # Adam without its first moment, which the averaging of the wrapper replaces.
+        # Adam without its first moment, which `optax.contrib.schedule_free` replaces.
         return optax.scale_by_rms(
             decay=config.b2, eps=config.eps, eps_in_sqrt=False, bias_correction=True
         )
@@ -345,13 +329,13 @@ def _muon_scale(updates, _):
 
 
 def _is_hidden_matrix(path, shape):
-    """Whether Muon takes this parameter; a matrix with one row or column is a vector."""
+    """Whether Muon trains this parameter; a matrix with one row or column counts as a vector."""
     *modules, leaf = path.split("/")
     return leaf == "kernel" and min(shape[-2:]) > 1 and not NOT_HIDDEN.intersection(modules)
 
 
 def _clip(max_norm):
-    """Measures the global norm; scales the gradient down to max_norm unless that is 0."""
+    """Records the global norm; scales the gradient down to max_norm unless that is 0."""
     clip = optax.clip_by_global_norm(max_norm) if max_norm else optax.identity()
 
     def update(updates, state, params=None):
@@ -364,7 +348,7 @@ def _clip(max_norm):
 
 def _scale_leaves(factors):
     def update(updates, _):
-        # A leaf of `factors` may correspond to a subtree that a mask has emptied.
+        # A leaf of `factors` may correspond to a masked, empty subtree.
         return jax.tree.map(
             lambda factor, subtree: jax.tree.map(lambda u: u * factor, subtree), factors, updates
         )
@@ -373,14 +357,14 @@ def _scale_leaves(factors):
 
 
 def _zero_updates():
-    """Updates of -0.0, which keep every bit: + 0.0 would change p = -0.0."""
+    """Updates of -0.0, which keep every bit: p = -0.0 plus 0.0 is 0.0."""
     return optax.stateless(
         lambda updates, _: jax.tree.map(lambda u: jnp.full_like(u, -0.0), updates)
     )
 
 
 def _checked(config_optim):
-    """The block `config.optim`, with the rules between its settings checked."""
+    """The block `config.optim`; a UsageError where two settings contradict each other."""
     c = make(OptimConfig, config_optim)
     if c.name == "schedule_free_adamw":
         if not c.b1:
@@ -394,7 +378,7 @@ def _checked(config_optim):
 
 
 def _matching(key, pattern, paths):
-    """The set of paths that `pattern` matches in full."""
+    """The set of paths that `pattern` matches."""
     if not pattern:
         return set()
     regex = re.compile(pattern)

@@ -1,9 +1,12 @@
 """Sampling: prefill in chunks of a fixed size, then one compiled decode loop.
 
-`_Program` holds the functions that are compiled for a model, a batch size and a cache size:
-`prefill` reads a chunk of each prompt (64 tokens on a CPU, more elsewhere; the last one padded),
-`decode` generates up to 16 tokens a call, so that text is shown as it is generated. A prompt, its
-length, a sampling setting, a seed or new parameters compile nothing again.
+    Sampler       tokens for a batch of prompts
+    TextSampler   text, by the block `config.sample`
+    Program       the compiled functions: `prefill` reads a chunk of each prompt, `decode` generates
+                  up to 16 tokens of each row, so that text streams
+    _Run          cache, counts and timing of one call of `Sampler.tokens`
+
+Prompts, their lengths, sampling settings, seeds and new parameters trigger no recompilation.
 """
 
 import collections
@@ -27,38 +30,37 @@ from efx.layers.stack import label
 from efx.run_blocks import SampleConfig
 from efx.settings import make
 
-PREFILL = 64  # tokens of each prompt that a call processes on a CPU, and at least elsewhere
-_PREFILL_ALL, _PREFILL_MOST = 2048, 1024  # elsewhere: of all prompts together; at most of each
-_LONG_CACHE = 2**16  # tokens of all sequences
-STREAM = 16  # tokens of a row that a call of the decode loop generates
+PREFILL = 64  # tokens of each prompt in a prefill chunk on a CPU; at least these elsewhere
+_PREFILL_BATCH, _PREFILL_ROW = 2048, 1024  # elsewhere: tokens of all rows; at most of one row
+STREAM = 16  # tokens of a row that one call of the decode loop generates
+_LONG_CACHE = 2**16  # tokens of all rows from which the memory of a cache is checked
 _MASS_TOLERANCE = 1e-6  # relative; rounding error of probabilities summed in float32
-# Folded into a seed for the numbers that random routing draws; no token has this index.
-PLACES = np.uint32(2**32 - 1)
+# Folded into the seed of stochastic routing; no token has this index.
+ROUTING = np.uint32(2**32 - 1)
 
 
 class Sampler:
-    """Samples from a model. Parameters are arguments of each call, so a run needs one sampler.
+    """Samples from a model. Variables are arguments of each call, so a run needs one sampler.
 
     Args:
       model: of any family; scanned layers are unrolled, which decodes faster.
-      batch_size: sequences decoded together; their prompts may differ in length. With one
-        sequence, blocks that skip its token do not run.
-      cache_size: tokens of context in the cache; 0: the model's context. When a sequence outgrows
-        it, its last half is read again, from position 0, and sampling continues from there.
+      batch_size: rows decoded together; their prompts may differ in length. With one row, blocks
+        that skip its token do not run.
+      cache_size: tokens of context in the cache; 0: the model's context. When a row outgrows it,
+        its last half is read again from position 0.
       temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off.
-      stop_ids: tokens that end a sequence (the end of a document).
+      stop_ids: tokens that end a row (the end of a document).
       rules: logical to mesh axes, for variables that are split over a mesh. They stay split: every
-        device computes with its part, for all sequences; every process of the run has to sample,
-        and gets the same tokens. Other variables are used on one device.
+        process of the run has to call the sampler, and gets the same tokens. Other variables are
+        copied to one device.
     Attributes:
-      stats: statistics of the last call of `tokens`, once it has ended: prompt_tokens, new_tokens;
-        slides (times that a sequence outgrew the cache); compile_seconds, prefill_seconds,
-        decode_seconds; tokens_per_second (of decoding); cache_bytes; expert_choices, and
-        expert_overflow, the number of them that experts dropped; by row [B]:
-        computed_choices_by_row {layer: choices that its experts computed} and routed_by_row
-        {block: tokens that it computed}. With routed blocks: routed_fraction_by_block {block:
-        fraction of the tokens read}; routed_fraction, their mean; selected, the number of tokens
-        that the blocks selected, and overflow, the number of them over the causal limit.
+      stats: statistics of the last completed call of `tokens`: new_tokens; slides (number of times
+        that a row outgrew the cache); prefill_seconds, decode_seconds; tokens_per_second (of
+        decoding); cache_bytes; expert_choices and expert_overflow (choices that experts dropped);
+        per row [B]: computed_choices_by_row {layer: choices that its experts computed},
+        routed_by_row {block: tokens that it computed}. With routed blocks: routed_fraction (mean
+        over blocks of the computed fraction of tokens), selected (tokens that the blocks
+        selected), overflow (those of them over the causal limit).
     """
 
     def __init__(
@@ -73,15 +75,20 @@ class Sampler:
         stop_ids=(),
         rules=sharding.DEFAULT_RULES,
     ):
-        _check(temperature, top_k, top_p)
+        SampleConfig(temperature=temperature, top_k=top_k, top_p=top_p)  # checks their ranges
         self.model, self.batch_size = model, batch_size
         self.cache_size = cache_size or model.context
         if self.cache_size > model.context:
             raise ValueError(
                 f"cache_size={cache_size}: must be at most the context of {model.context} tokens"
             )
-        self._program = _Program.of(model, batch_size, self.cache_size, len(stop_ids), rules)
-        self._check_memory()
+        self._program = Program.of(model, batch_size, self.cache_size, rules)
+        if batch_size * self.cache_size >= _LONG_CACHE:  # tracing the shapes takes a second
+            memory.check(
+                f"config.sample.num_samples={batch_size}, config.model.context={self.cache_size}: "
+                "sampling",
+                {"keys and values": memory.on_each_device(self._program.state_shapes())},
+            )
         self._options = dict(
             temperature=np.float32(temperature),
             top_k=np.int32(top_k),
@@ -94,13 +101,13 @@ class Sampler:
         """Yield lists (one a row) of new token ids, up to `STREAM` at a time.
 
         The random numbers of a row depend on its seed and on how many tokens it has generated: its
-        text is the same alone and in any batch (up to rounding; a stochastic control of routing
-        draws for the whole batch, by the seed of the first row).
+        text is the same alone and in any batch (up to rounding; stochastic routing draws for the
+        whole batch, by the seed of the first row).
 
         Args:
-          variables: {"params": ...}, and "state" where the model has one; or, if they depend on
-            the text, an object with `every` and `at(texts, before)`, which is called before the
-            first token and then after every `every` tokens with the token ids so far of each row
+          variables: {"params": ...}, and "state" where the model has one. Variables that depend on
+            the text are an object with `every` and `at(texts, before)`. `at` is called before the
+            first token and then after every `every` tokens, with the token ids so far of each row
             and the previous variables ({} at first; their arrays may be donated). It returns
             (variables, whether the rows have to be read again with them).
           prompts: list of `batch_size` int arrays, each with at least one token.
@@ -110,32 +117,22 @@ class Sampler:
             self.check_prompt(prompt)
         texts = [list(map(int, prompt)) for prompt in prompts]
         run = _Run(self, variables, texts, seeds)
-        done_B, made = np.zeros(len(texts), bool), 0
-        while made < max_new_tokens and not done_B.all():
+        done_B, num_steps = np.zeros(len(texts), bool), 0
+        while num_steps < max_new_tokens and not done_B.all():
             with run.timed("prefill"):
-                run.prepare(texts, done_B, made)
+                run.prepare(texts, done_B, num_steps)
             with run.timed("decode"):
-                limit = min(STREAM, max_new_tokens - made, run.due - made)
-                out_BN, count_B, done_B, steps = run.decode(done_B, made, limit)
-            made += int(steps)
+                limit = min(STREAM, max_new_tokens - num_steps, run.next_update - num_steps)
+                out_BN, count_B, done_B, steps = run.decode(done_B, num_steps, limit)
+            num_steps += int(steps)
             new = [out_BN[b, : count_B[b]].tolist() for b in range(len(texts))]
             for text, ids in zip(texts, new, strict=True):
                 text += ids
             run.new_tokens += sum(map(len, new))
             yield new
             done_B = done_B | np.isin(np.arange(len(texts)), list(ended))
-        run.count(range(len(texts)))
+        run.add_counts(range(len(texts)))
         self.stats = run.statistics()
-
-    def _check_memory(self):
-        """Raise UsageError if the cache does not fit in memory."""
-        rows, size = self.batch_size, self.cache_size
-        if rows * size < _LONG_CACHE:  # tracing the shapes takes a second
-            return
-        memory.check(
-            f"config.sample.num_samples={rows}, config.model.context={size}: sampling",
-            {"keys and values": memory.on_each_device(self._program.state_shapes())},
-        )
 
     def check_prompt(self, ids):
         """Raise UsageError if the prompt is longer than the context."""
@@ -146,58 +143,50 @@ class Sampler:
             )
 
 
-def prefill_of(batch_size, cache_size):
-    """(tokens of each prompt that a call reads, whether the first call has a program of its own).
-
-    On a CPU more tokens a call are no faster, and there is no attention kernel. Elsewhere a call
-    with few tokens spends its time on reading the parameters.
-    """
-    if sharding.platform() == "cpu":
-        return PREFILL, False
-    chunk = min(_PREFILL_MOST, max(PREFILL, _PREFILL_ALL // batch_size), cache_size)
-    return -(-chunk // PREFILL) * PREFILL, True
+# ---- compiled functions --------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class _Program:
-    """The functions that are compiled.
+class Program:
+    """The functions that are compiled for a model, a batch size and a cache size.
 
     Attributes:
-      chunk: tokens of each prompt that a call reads. two_prefills: whether the first call has a
-        program of its own. stops: number of stop tokens.
+      chunk: number of tokens of each prompt that one call of `prefill` reads.
+      decode_first: the model's `decode` argument for the first chunk of a prompt: "first", whose
+        attention needs no cache, or True on a CPU, where one prefill program is enough.
     """
 
     model: object
     batch_size: int
     cache_size: int
-    chunk: int
-    two_prefills: bool
-    stops: int
     rules: tuple
+    chunk: int
+    decode_first: object
 
     @classmethod
-    def of(cls, model, batch_size, cache_size, stops, rules):
-        """The program for this platform."""
+    def of(cls, model, batch_size, cache_size, rules):
+        """The program for the current platform."""
         unrolled = models.unrolled(model) if model.config.scan_layers else model
-        reads = prefill_of(batch_size, cache_size)
-        # Few sequences of one token each are not worth splitting.
+        # A few rows of one token each are not worth splitting.
         rules = sharding.unsplit(rules, "batch", "expert_batch", "length")
-        return cls(unrolled, batch_size, cache_size, *reads, stops, rules)
+        if sharding.platform() == "cpu":  # longer chunks are no faster
+            return cls(unrolled, batch_size, cache_size, rules, PREFILL, True)
+        # A call with few tokens spends its time on reading the parameters.
+        chunk = min(_PREFILL_ROW, max(PREFILL, _PREFILL_BATCH // batch_size), cache_size)
+        chunk = -(-chunk // PREFILL) * PREFILL
+        return cls(unrolled, batch_size, cache_size, rules, chunk, "first")
 
-    def first(self):
-        """The function for the first chunk of prompts."""
-        return self.prefill_first if self.two_prefills else self.prefill
+    def prefill(self, decode, variables, cache, last_BD, new_B, tokens_BT, positions_BT, seed):
+        """Read a chunk, after emptying the cache of new rows.
 
-    def prefill(self, variables, cache, last_BD, new_B, tokens_BT, positions_BT, seed):
-        """Read a chunk; the cache of new rows is emptied first. Returns (cache, features of each
-        row's last token so far)."""
-        return self._read(True, variables, cache, last_BD, new_B, tokens_BT, positions_BT, seed)
-
-    def prefill_first(self, variables, cache, last_BD, new_B, tokens_BT, positions_BT, seed):
-        """`prefill` of the first chunk of new rows, whose attention needs no cache."""
-        return self._read("first", variables, cache, last_BD, new_B, tokens_BT, positions_BT, seed)
-
-    def _read(self, decode, variables, cache, last_BD, new_B, tokens_BT, positions_BT, seed):
+        Args:
+          decode: the model's argument, True or "first".
+          last_BD: features of the last token so far of each row.
+          new_B: rows that start with this chunk.
+          positions_BT: -1 for padding.
+        Returns:
+          (cache, last_BD)
+        """
         cache = models.emptied(cache, new_B)
         x_BTD, cache = self._features(variables, cache, tokens_BT, positions_BT, seed, decode)
         count_B = jnp.sum(positions_BT >= 0, axis=1)
@@ -207,11 +196,19 @@ class _Program:
 
         return cache, jax.vmap(last)(x_BTD, last_BD, count_B)
 
-    def decode(self, variables, cache, last_BD, length_B, done_B, seed_B, made, limit, options):
+    def decode(self, variables, cache, last_BD, length_B, done_B, seed_B, index, limit, options):
         """Generate up to `limit` tokens for every row that is not done.
 
         Ends early when all rows are done, or when a row outgrows the cache: its length is then
         cache_size + 1.
+
+        Args:
+          length_B: number of tokens of each row in the cache.
+          index: number of tokens that were generated before.
+          options: temperature, top_k, top_p, stop_ids.
+        Returns:
+          (cache, last_BD, length_B, tokens [B, STREAM], number of them that count [B], done_B,
+          number of steps)
         """
         keys = jax.vmap(jax.random.key)(seed_B)
         out_BN = jnp.zeros((self.batch_size, STREAM), jnp.int32)
@@ -224,7 +221,7 @@ class _Program:
 
         def body(state):
             step, cache, last_BD, length_B, out_BN, count_B, done_B = state
-            token_B = choose(self._logits(variables, last_BD), keys, made + step, options)
+            token_B = choose(self._logits(variables, last_BD), keys, index + step, options)
             out_BN = out_BN.at[:, step].set(token_B)
             done_B = done_B | jnp.any(token_B[:, None] == options["stop_ids"][None], axis=1)
             count_B = count_B + ~done_B  # the stop token itself is not counted
@@ -241,205 +238,122 @@ class _Program:
         step, cache, *state = jax.lax.while_loop(running, body, state)
         return kv_cache.flush_pending(cache), *state, step
 
-    def shapes_of_prefill(self, variables):
-        """Shapes of the arguments of `prefill`, from those of the variables."""
-        shape = jax.ShapeDtypeStruct
-        rows, tokens = (self.batch_size,), shape((self.batch_size, self.chunk), np.int32)
-        return (
-            variables,
-            *self.state_shapes(),
-            shape(rows, bool),
-            tokens,
-            tokens,
-            shape((), np.uint32),
-        )
-
-    def shapes_of_decode(self, variables):
-        """Shapes of the arguments of `decode`, from those of the variables."""
-        shape = jax.ShapeDtypeStruct
-        rows, number = (self.batch_size,), shape((), np.int32)
-        settings = dict(
-            temperature=shape((), np.float32),
-            top_k=shape((), np.int32),
-            top_p=shape((), np.float32),
-            stop_ids=shape((self.stops,), np.int32),
-        )
-        each = shape(rows, np.int32), shape(rows, bool), shape(rows, np.uint32)
-        return variables, *self.state_shapes(), *each, number, number, settings
-
     def state_shapes(self):
-        """Shapes of the cache and of the features of each row's last token."""
+        """Shapes of the cache and of last_BD."""
         return models.decoding_shapes(self.model, self.batch_size, self.cache_size)
 
     def _features(self, variables, cache, tokens_BT, positions_BT, seed, decode=True):
-        variables = {**variables, "cache": cache}
-        options = dict(
+        x_BTD, state = self.model.apply(
+            {**variables, "cache": cache},
+            tokens_BT,
+            positions_BT,
             decode=decode,
             cache_size=self.cache_size,
             mutable=["cache"],
             method="features",
-            rngs={"routing": jax.random.fold_in(jax.random.key(seed), PLACES)},
+            rngs={"routing": jax.random.fold_in(jax.random.key(seed), ROUTING)},
         )
-        x_BTD, state = self.model.apply(variables, tokens_BT, positions_BT, **options)
         return x_BTD, state["cache"]
 
     def _logits(self, variables, x_BD):
         logits_BV = self.model.apply(variables, x_BD, method="logits")
         return logits_BV[..., : self.model.vocab_size]
 
-
-_compiled_for = set()  # (decode, mesh) that have run, so that they are compiled
+    def jitted(self):
+        """(prefill, decode), jitted. They donate the cache and last_BD."""
+        options = dict(out_shardings=PartitionSpec())
+        prefill = jax.jit(self.prefill, static_argnums=0, donate_argnums=(2, 3), **options)
+        return prefill, jax.jit(self.decode, donate_argnums=(1, 2), **options)
 
 
 @functools.cache
 def _compiled(program):
-    """(prefill of first chunks, prefill of later ones, decode, maker of an empty cache and features
-    of each row's last token), jitted. Equal programs share them."""
-    prefill = _jitted(program.prefill)
-    first = _jitted(program.first()) if program.two_prefills else prefill
+    """(prefill, decode, maker of an empty cache and last_BD), jitted. Equal programs share them."""
     shapes = program.state_shapes()
 
     def make_state():
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-    # Jitted, so that devices make their zeros themselves.
-    make_state = jax.jit(make_state, out_shardings=PartitionSpec())
-    return first, prefill, _jitted(program.decode), make_state
+    # Jitted, so that each device allocates its own zeros.
+    return *program.jitted(), jax.jit(make_state, out_shardings=PartitionSpec())
 
 
-def _jitted(function):
-    """A jitted function of a `_Program`, which donates the cache and the features."""
-    return jax.jit(function, donate_argnums=(1, 2), out_shardings=PartitionSpec())
+_compiled_for = set()  # (decode, mesh) of programs that have run, so that they are compiled
 
 
-def _mesh_for(variables, device):
+def mesh_for(variables, device):
     """(mesh over which variables are split, or a mesh of this device; whether they are split)."""
     mesh = sharding.mesh_that_splits(variables)
-    alone = dict.fromkeys(sharding.MESH_AXES, 1)
-    return mesh or sharding.make_mesh(alone, [device]), mesh is not None
+    if mesh is not None:
+        return mesh, True
+    return sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), [device]), False
 
 
-class Outline:
-    """Shapes of all that a run compiles and copies to sample from its model, for devices that need
-    not exist.
-
-    Args:
-      batch_size, rules: see `Sampler`.
-      variables: shapes with shardings of the run's variables. unrolled: of those of the unrolled
-        model (the same if its layers are not scanned).
-      device: the first device of the run. longest: see `longest_read`.
-    Attributes:
-      mesh: the mesh of sampling. program: see `_Program`. functions: {title: (function of the
-        program, shapes of its arguments)}.
-      used: variables as the functions get them. shared: those of them that are not copied.
-    """
-
-    def __init__(self, model, batch_size, variables, unrolled, rules, device, longest):
-        # One stop token: the tokenizer, which decides, is not loaded here.
-        program = _Program.of(model, batch_size, model.context, 1, rules)
-        self.program, (self.mesh, is_split) = program, _mesh_for(variables, device)
-
-        def placed(shapes, like=None):
-            whole = jax.tree.map(lambda x: sharding.replicated(self.mesh), shapes)
-            layouts = jax.tree.map(lambda x: x.sharding, like) if like and is_split else whole
-            return jax.tree.map(
-                lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
-                shapes,
-                layouts,
-            )
-
-        def unroll(variables):
-            return models.unroll_variables(model, variables)
-
-        with sharding.use(self.mesh, program.rules):
-            variables = placed(variables, variables)
-            self.used = placed(jax.eval_shape(unroll, variables), unrolled)
-            leaves = zip(jax.tree.leaves(self.used), memory.is_new(unroll, variables), strict=True)
-            self.shared = [leaf for leaf, is_copy in leaves if not is_copy]
-            state = placed(program.state_shapes())
-            reading, generating = (
-                (variables, *state, *rest)
-                for variables, _, _, *rest in (
-                    program.shapes_of_prefill(self.used), program.shapes_of_decode(self.used)
-                )
-            )  # fmt: skip
-        self.functions = {"prefill": (program.first(), reading)}
-        if program.chunk < longest:
-            self.functions["later chunks of a prompt"] = program.prefill, reading
-        self.functions["decoding"] = program.decode, generating
-
-    def trace(self, name):
-        """One of the functions, jitted and traced as a run does."""
-        function, shapes = self.functions[name]
-        with sharding.use(self.mesh, self.program.rules):
-            return _jitted(function).trace(*shapes)
-
-
-def longest_read(config, cache_size):
-    """The most tokens that one prefill reads under a `config.sample` block: a token is at least a
-    byte, and a start token may precede the text."""
-    prompt = len(config.prompt.encode()) + 1
-    outgrows = prompt + config.max_new_tokens > cache_size
-    return max(prompt, cache_size // 2) if outgrows else prompt
+# ---- one call of Sampler.tokens ------------------------------------------------------------------
 
 
 class _Run:
-    """State of one call of `Sampler.tokens`: arrays on the devices, and counts."""
+    """State of one call of `Sampler.tokens`: arrays on the devices, and counts.
+
+    Attributes:
+      next_update: number of generated tokens at which variables are updated.
+      must_read: whether all rows have to be read with the current variables.
+      length_B: number of tokens of each row in the cache.
+      start_B: index in its text of the first of these.
+    """
 
     def __init__(self, sampler, variables, texts, seeds):
         self.sampler, self.program = sampler, sampler._program
-        self.source = _Fixed(variables) if isinstance(variables, Mapping) else variables
-        of_all = variables if self.source.every == math.inf else {}
-        self.mesh, self.is_split = _mesh_for(of_all, jax.local_devices()[0])
-        self.due, self.variables = 0, {}  # index of the token before which variables are updated
+        self.source, self.is_fixed = variables, isinstance(variables, Mapping)
+        fixed = variables if self.is_fixed else {}
+        self.mesh, self.is_split = mesh_for(fixed, jax.local_devices()[0])
+        self.next_update, self.variables = 0, {}
         self.update_variables(texts)
-        self.stale = True  # whether all rows have to be read with the current variables
+        self.must_read = True
         self.seed_B = np.array([seed % 2**32 for seed in seeds], np.uint32)
-        # Of each row, the tokens in the cache and the first token of the text among them.
-        self.length_B, self.begin_B = np.zeros((2, sampler.batch_size), np.int32)
-        self.prompt_tokens = sum(map(len, texts))
+        self.length_B, self.start_B = np.zeros((2, sampler.batch_size), np.int32)
         self.new_tokens = self.slides = 0
-        self.seconds = dict.fromkeys(("compile", "prefill", "decode"), 0.0)
+        self.seconds = {"prefill": 0.0, "decode": 0.0}
         names = ("routed", "reached", "overflow", "admitted", "dropped")
         self.counts = {
             name: collections.defaultdict(lambda: np.zeros(sampler.batch_size)) for name in names
-        }  # of each block, of each row
-        with self.timed("compile"):
-            self.prefill_first, self.prefill, self.decode_loop, make_state = self._call(
-                _compiled, self.program
-            )
-            self.cache, self.last_BD = self._call(make_state)
-            # Compile by calls that change nothing: of no rows, and of finished rows.
-            if (self.decode_loop, self.mesh) not in _compiled_for:
-                self.read({})
-                self.decode(np.ones(sampler.batch_size, bool), 0, 0)
-                _compiled_for.add((self.decode_loop, self.mesh))
+        }  # {name: {block: [B]}}
+        self._prefill, self._decode, make_state = self._call(_compiled, self.program)
+        self.cache, self.last_BD = self._call(make_state)
+        # Compile outside of timing, by calls without effect: with no rows, and with finished rows.
+        if (self._decode, self.mesh) not in _compiled_for:
+            self.read({})
+            self.decode(np.ones(sampler.batch_size, bool), 0, 0)
+            _compiled_for.add((self._decode, self.mesh))
 
     def update_variables(self, texts):
         """Get the variables for these texts."""
-        with jax.set_mesh(self.mesh):  # no rules: the source may restore variables of other models
-            variables, again = self.source.at(texts, self.variables)
+        if self.is_fixed:
+            variables, self.must_read, self.next_update = self.source, True, math.inf
+        else:
+            with jax.set_mesh(self.mesh):  # no rules: `at` may restore variables of other models
+                variables, self.must_read = self.source.at(texts, self.variables)
+            self.next_update += self.source.every
         if not self.is_split:
             variables = jax.device_put(sharding.whole(variables), sharding.replicated(self.mesh))
         self.variables = self._call(models.unroll_variables, self.sampler.model, variables)
-        self.stale, self.due = again, self.due + self.source.every
 
-    def prepare(self, texts, done_B, made):
-        """Before token number `made`: update variables that are due, and read rows if needed."""
-        if made == self.due:
+    def prepare(self, texts, done_B, index):
+        """Update variables if due at token `index`; read rows that are new or outgrew the cache."""
+        if index == self.next_update:
             self.update_variables(texts)
         size, length_B = self.sampler.cache_size, np.array([len(text) for text in texts])
-        outgrown_B = ~done_B & (length_B - self.begin_B > size)
-        self.begin_B = np.where(outgrown_B, length_B - max(1, size // 2), self.begin_B)
+        outgrown_B = ~done_B & (length_B - self.start_B > size)
+        self.start_B = np.where(outgrown_B, length_B - max(1, size // 2), self.start_B)
         self.slides += int(outgrown_B.sum())
-        rows = np.flatnonzero(~done_B if self.stale else outgrown_B)
-        self.stale = False
+        rows = np.flatnonzero(~done_B if self.must_read else outgrown_B)
+        self.must_read = False
         if len(rows):
-            self.read({b: texts[b][self.begin_B[b] :] for b in rows})
+            self.read({b: texts[b][self.start_B[b] :] for b in rows})
 
     def read(self, texts):
-        """Read {row: tokens}, after emptying the cache of these rows."""
-        self.count(texts)
+        """Prefill {row: tokens}, after emptying the cache of these rows."""
+        self.add_counts(texts)
         rows_B = np.isin(np.arange(self.sampler.batch_size), list(texts))
         longest, chunk = max(map(len, texts.values()), default=1), self.program.chunk
         shape = (self.sampler.batch_size, -(-longest // chunk) * chunk)
@@ -450,18 +364,18 @@ class _Run:
             self.length_B[b] = len(text)
         for t in range(0, tokens_BT.shape[1], chunk):
             part = slice(t, t + chunk)
-            prefill = self.prefill if t else self.prefill_first
             self.cache, self.last_BD = self._call(
-                prefill, self.variables, self.cache, self.last_BD,
-                rows_B & (t == 0), tokens_BT[:, part], positions_BT[:, part], self.seed_B[0],
+                self._prefill, True if t else self.program.decode_first, self.variables,
+                self.cache, self.last_BD, rows_B & (t == 0), tokens_BT[:, part],
+                positions_BT[:, part], self.seed_B[0],
             )  # fmt: skip
         jax.block_until_ready(self.last_BD)
 
-    def decode(self, done_B, made, limit):
-        """(tokens [B, STREAM], how many of each row count, rows done, steps)."""
+    def decode(self, done_B, index, limit):
+        """(tokens [B, STREAM], number of them that count [B], done_B, number of steps)."""
         self.cache, self.last_BD, *rest = self._call(
-            self.decode_loop, self.variables, self.cache, self.last_BD, self.length_B, done_B,
-            self.seed_B, np.int32(made), np.int32(limit), self.sampler._options,
+            self._decode, self.variables, self.cache, self.last_BD, self.length_B, done_B,
+            self.seed_B, np.int32(index), np.int32(limit), self.sampler._options,
         )  # fmt: skip
         self.length_B, *rest = map(np.array, jax.device_get(rest))
         return rest
@@ -477,17 +391,19 @@ class _Run:
         yield
         self.seconds[name] += time.perf_counter()
 
-    def count(self, rows):
+    def add_counts(self, rows):
         """Add the counts in the cache of these rows, before it is emptied."""
         rows = list(rows)
         for path, value in jax.tree_util.tree_leaves_with_path(self.cache):
-            if path[-1].key in self.counts:
+            name = path[-1].key
+            if name in self.counts:
                 # [B], or [B, ...] of experts or of several models that are decoded together.
                 counts = np.asarray(value).reshape(len(value), -1)[rows]
-                of_tokens = path[-1].key in ("routed", "reached")
-                of_rows = counts.mean(axis=1) if of_tokens else counts.sum(axis=1)
+                counts_tokens = name in ("routed", "reached")
                 block = label("/".join(key.key for key in path[:-1]))
-                self.counts[path[-1].key][block][rows] += of_rows
+                self.counts[name][block][rows] += (
+                    counts.mean(axis=1) if counts_tokens else counts.sum(axis=1)
+                )
 
     def statistics(self):
         """`Sampler.stats`."""
@@ -496,7 +412,8 @@ class _Run:
             for name in ("admitted", "dropped", "overflow")
         )
         stats = {
-            **{name: getattr(self, name) for name in ("prompt_tokens", "new_tokens", "slides")},
+            "new_tokens": self.new_tokens,
+            "slides": self.slides,
             **{f"{name}_seconds": seconds for name, seconds in self.seconds.items()},
             "tokens_per_second": self.new_tokens / max(self.seconds["decode"], 1e-9),
             "cache_bytes": sum(value.nbytes for value in jax.tree.leaves(self.cache)),
@@ -506,31 +423,26 @@ class _Run:
             "routed_by_row": dict(self.counts["routed"]),
         }
         if routed := self.counts["routed"]:
-            # Of the tokens (or latents) that reach a block.
-            totals = {name: of_rows.sum() for name, of_rows in routed.items()}
-            reached = {name: of_rows.sum() for name, of_rows in self.counts["reached"].items()}
-            fractions = {name: total / max(1, reached[name]) for name, total in totals.items()}
-            stats["routed_fraction"] = float(np.mean(list(fractions.values())))
-            stats["routed_fraction_by_block"] = fractions
+            # Fractions of the tokens (or latents) that reach a block.
+            fractions = [
+                count_B.sum() / max(1, self.counts["reached"][block].sum())
+                for block, count_B in routed.items()
+            ]
+            stats["routed_fraction"] = float(np.mean(fractions))
             stats["overflow"] = overflow
-            stats["selected"] = overflow + round(sum(totals.values()))
+            stats["selected"] = overflow + round(sum(map(np.sum, routed.values())))
         return stats
 
 
-class _Fixed:
-    """Variables that do not depend on the text."""
-
-    every = math.inf
-
-    def __init__(self, variables):
-        self._variables = variables
-
-    def at(self, texts, before):
-        return self._variables, True
+# ---- the distribution of a token -----------------------------------------------------------------
 
 
 def choose(logits_BV, keys, index, options):
-    """Draw token number `index` of each row [B]; options: temperature, top_k, top_p."""
+    """Draw token number `index` of each row [B].
+
+    Args:
+      options: temperature, top_k, top_p.
+    """
     temperature, top_k, top_p = (options[name] for name in ("temperature", "top_k", "top_p"))
 
     def greedy():
@@ -551,7 +463,7 @@ def choose(logits_BV, keys, index, options):
 
 
 def filter_logits(logits_BV, top_k, top_p):
-    """Set the logits of tokens outside the top k, and outside the nucleus of these, to -inf.
+    """Set logits outside the top k, and outside the nucleus of the top k, to -inf.
 
     Of equal logits at the cut the lower ids are kept.
 
@@ -579,8 +491,11 @@ def filter_logits(logits_BV, top_k, top_p):
     return jnp.where(kept_BV, logits_BV, -jnp.inf)
 
 
+# ---- text ----------------------------------------------------------------------------------------
+
+
 class TextSampler:
-    """A sampler of text, configured by a `config.sample` block."""
+    """Samples text by a `config.sample` block."""
 
     def __init__(self, model, tokenizer, config, *, batch_size=1, rules=sharding.DEFAULT_RULES):
         config = make(SampleConfig, config)
@@ -604,8 +519,10 @@ class TextSampler:
         return self.sampler.stats
 
     def encode(self, prompt):
-        """Ids of a prompt, with the start tokens of a document. An empty prompt becomes the
-        end-of-document token, or token 0."""
+        """Ids of a prompt, after the start tokens of a document.
+
+        An empty prompt becomes the end-of-document token, or token 0.
+        """
         if ids := [*self.tokenizer.start, *self.tokenizer.encode(prompt)]:
             return ids
         return [0 if self.tokenizer.eot is None else self.tokenizer.eot]
@@ -621,13 +538,13 @@ class TextSampler:
             stream.write("\n")
 
     def stream(self, variables, prompt, *, seed):
-        """Yield the continuation of `prompt` in pieces; it ends before `config.sample.stop`."""
+        """Yield the continuation of `prompt`, up to `config.sample.stop`, in pieces."""
         for (piece,) in self._pieces(variables, [prompt], [seed]):
             if piece:
                 yield piece
 
     def texts(self, variables, prompts, *, seeds):
-        """Continuations of `batch_size` prompts, decoded together."""
+        """Continuations of `batch_size` prompts."""
         return ["".join(row) for row in zip(*self._pieces(variables, prompts, seeds), strict=True)]
 
     def _pieces(self, variables, prompts, seeds):
@@ -640,18 +557,18 @@ class TextSampler:
 
 
 class _Text:
-    """Decoder of a stream of tokens into a text that ends before `stop`."""
+    """Decodes a stream of tokens into text that ends before `stop`."""
 
     def __init__(self, tokenizer, stop):
         self._decoder, self._stop, self._held = tokenizer.stream_decoder(), stop, ""
         self.ended = False
 
     def feed(self, ids):
-        """Text that is complete; a possible beginning of the stop text is held back."""
+        """New complete characters; a possible prefix of the stop text is held back."""
         return self._cut("".join(self._decoder.feed(i) for i in ids), last=False)
 
     def finish(self):
-        """The rest of the text."""
+        """The remaining text."""
         return self._cut(self._decoder.finish(), last=True)
 
     def _cut(self, new, last):
@@ -667,17 +584,8 @@ class _Text:
 
 
 def _overlap(text, stop):
-    """Length of the longest end of `text` that is a beginning of `stop`."""
+    """Length of the longest suffix of `text` that is a prefix of `stop`."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[-size:]):
             return size
     return 0
-
-
-def _check(temperature, top_k, top_p):
-    if not temperature >= 0:
-        raise UsageError(f"config.sample.temperature={temperature}: must be at least 0 (greedy)")
-    if top_k < 0:
-        raise UsageError(f"config.sample.top_k={top_k}: must be at least 0 (off)")
-    if not 0 < top_p <= 1:
-        raise UsageError(f"config.sample.top_p={top_p}: must be in (0, 1]; 1 is off")

@@ -117,7 +117,7 @@ def make_train_step(
         return _features(model, params, variables, batch, keys, train=True)
 
     def weighted(sown, step):
-        return losses.weighted_sum(sown, weights, step, total_steps)[0]
+        return losses.weighted_sum(sown, weights, step, total_steps)
 
     def taught(teacher_variables, batch, keys):
         """`losses.Teacher` of a batch, or None."""

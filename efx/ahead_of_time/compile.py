@@ -8,6 +8,7 @@ import re
 import time
 
 import jax
+import numpy as np
 
 from efx import (
     build,
@@ -196,35 +197,63 @@ class _Run:
         """Yields a `Compiled` for each program that samples are made with, after one for the copies
         of scanned layers' parameters that they read."""
         e, rows = self.experiment, self.config.sample.num_samples
-        longest = sample.longest_read(self.config.sample, e.model.context)
         with self._one_device():
-            unrolled = self.variables
+            variables = unrolled = self.variables
             if e.model.config.scan_layers:
                 unrolled = build.variable_shapes(e, models.unrolled(e.model))
-            device = self.target.devices[0]
-            outline, plain = (
-                sample.Outline(model, rows, self.variables, unrolled, e.rules, device, longest)
+            program, plain = (
+                sample.Program.of(model, rows, model.context, e.rules)
                 for model in (e.model, self.plain_model)
             )
-        kept = memory.on_each_device(outline.shared)
-        copies = memory.on_each_device(outline.used) - kept
+            mesh, is_split = sample.mesh_for(variables, self.target.devices[0])
+        if not is_split:
+            variables, unrolled = _replicated(variables, mesh), _replicated(unrolled, mesh)
+        with sharding.use(mesh, program.rules):
+            is_new = memory.is_new(lambda x: models.unroll_variables(e.model, x), variables)
+            state = _replicated(program.state_shapes(), mesh)
+        leaves = list(zip(jax.tree.leaves(unrolled), is_new, strict=True))
+        kept = memory.on_each_device([leaf for leaf, is_copy in leaves if not is_copy])
+        copies = memory.on_each_device([leaf for leaf, is_copy in leaves if is_copy])
         if copies:
             yield Compiled(
                 name="sampling: copies of the parameters",
                 of="unrolled",
                 memory=self._memory(beside=self.held, outputs=copies),
             )
+        prefill, decode = program.jitted()
+        zero, zero_B, false_B = np.int32(0), np.zeros(rows, np.int32), np.zeros(rows, bool)
+        tokens_BT = np.zeros((rows, program.chunk), np.int32)
+        # The tokenizer decides how many stop tokens there are, and is not loaded here.
+        options = dict(
+            temperature=np.float32(1),
+            top_k=zero,
+            top_p=np.float32(1),
+            stop_ids=np.zeros(1, np.int32),
+        )
+        programs = {
+            "prefill": (
+                f"{program.chunk} tokens",
+                functools.partial(prefill.trace, program.decode_first),
+                functools.partial(plain.prefill, plain.decode_first),
+                (unrolled, *state, false_B, tokens_BT, tokens_BT, np.uint32(0)),
+            ),
+            "decoding": (
+                "one token",
+                decode.trace,
+                plain.decode,
+                (unrolled, *state, zero_B, false_B, zero_B.astype(np.uint32), zero, zero, options),
+            ),
+        }
         each = f"of {rows} rows" if rows > 1 else "of one row"
-        for name, (function, shapes) in outline.functions.items():
-            decodes = function == outline.program.decode
-            tokens = "one token" if decodes else f"{outline.program.chunk} tokens"
+        for name, (tokens, trace, function, shapes) in programs.items():
             report = Compiled(
                 name=f"sampling: {name}",
                 of=f"{tokens} {each}",
-                executed_flops=self._flops(*plain.functions[name]),
+                executed_flops=self._flops(function, shapes),
             )
-            trace = functools.partial(outline.trace, name)
-            self._compile(report, trace, outline.mesh, self.held - kept, shapes)
+            with sharding.use(mesh, program.rules):
+                trace = functools.partial(trace, *shapes)
+                self._compile(report, trace, mesh, self.held - kept, shapes)
             yield report
 
     def _flops(self, function, shapes):
@@ -275,6 +304,12 @@ class _Run:
         report.kernels = hlo.kernels(program)
         report.unknown_loops = program.unknown_loops
         report.estimate = _estimate(program, report, self.target, self._peak(), useful)
+
+
+def _replicated(shapes, mesh):
+    """The shapes, with the sharding of arrays that every device of the mesh holds."""
+    layout = sharding.replicated(mesh)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), shapes)
 
 
 def _compiled(lowered):

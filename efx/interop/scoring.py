@@ -14,7 +14,7 @@ import numpy as np
 from efx import memory, models, sharding
 from efx.errors import UsageError
 from efx.layers.stack import label
-from efx.sample import PLACES, Sampler
+from efx.sample import ROUTING, Sampler
 
 SHORTEST = 32  # tokens of a row
 _LOGITS = 64  # positions of all rows whose logits are in memory at once
@@ -236,7 +236,7 @@ class Scorer:
 
     def _features(self, variables, tokens_BT, positions_BT):
         # A stochastic control of routing draws the same numbers in every batch.
-        keys = {"routing": jax.random.fold_in(jax.random.key(0), PLACES)}
+        keys = {"routing": jax.random.fold_in(jax.random.key(0), ROUTING)}
         if not self.has_routers:
             # No token attends to the padding after it.
             x_BTD = self.model.apply(variables, tokens_BT, method="features", rngs=keys)

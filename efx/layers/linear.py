@@ -121,7 +121,7 @@ class Linear(nn.Module):
         init, zeros = nn.initializers.normal(self.std), nn.initializers.zeros
         init = padded(init if self.std else zeros, self.features - self.padding, axis=1)
         kernel = parameter(self, "kernel", init, (x.shape[-1], self.features), self.axes)
-        kernel = sharding.parted_gradient(kernel.astype(self.dtype), self.axes)
+        kernel = kernel.astype(self.dtype)
         y = matmul(x.astype(self.dtype), kernel, float32_output=self.float32_output)
         if not self.use_bias:
             return y
@@ -148,14 +148,9 @@ def _lookup_backward(dtype, axes, residuals, gradient_BTD):
     empty_V0, tokens_BT = residuals
     table = jax.ShapeDtypeStruct((len(empty_V0), gradient_BTD.shape[-1]), jnp.float32)
 
-    def sum_of_shard(tokens_BT, gradient_BTD):
-        take = functools.partial(jnp.take, indices=tokens_BT, axis=0)
-        return jax.linear_transpose(take, table)(gradient_BTD.astype(jnp.float32))[0]
-
-    # A sum for each shard of the batch, so that devices exchange only their parts of the sum.
-    gradient_SVD = sharding.each_shard(sum_of_shard, tokens_BT, gradient_BTD)
-    gradient_VD = sharding.summed_over_shards(gradient_SVD, axes)
-    return gradient_VD.astype(empty_V0.dtype), None
+    take = functools.partial(jnp.take, indices=tokens_BT, axis=0)
+    (gradient_VD,) = jax.linear_transpose(take, table)(gradient_BTD.astype(jnp.float32))
+    return sharding.constrain(gradient_VD, *axes).astype(empty_V0.dtype), None
 
 
 _lookup.defvjp(_lookup_forward, _lookup_backward)

@@ -34,7 +34,7 @@ REMAT_POLICIES = {
     "dots": _any_of(
         jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
         linear.saves_projections,
-        sharding.is_exchanged,
+        sharding.saves_exchanged,
         kernels.saves_kernel_results,
         _keeps_selections,
     ),

@@ -15,7 +15,7 @@ from efx.layers.learned_dropout import make_dropout, make_mask_input
 from efx.layers.linear import Embedding, Linear, broadcast
 from efx.layers.stack import by_path
 from efx.routing.controls import TokenPlacement
-from efx.sharding import constrain, summed_over_shards, used_as
+from efx.sharding import constrain, reshard
 
 # Logical axes of the token embedding, the position embedding and an untied output layer.
 TABLE_AXES, POSITION_AXES, HEAD_AXES = ("vocab", "table"), ("position", "table"), ("table", "vocab")
@@ -250,13 +250,13 @@ class LanguageModel(nn.Module):
         the dtype of the model, which is less to send.
         """
         module, name, stored, used = self._head()
-        return {module: {name: used_as(params[module][name].astype(self.dtype), stored, used)}}
+        return {module: {name: reshard(params[module][name].astype(self.dtype), stored, used)}}
 
     @nn.nowrap
     def sum_head_gradients(self, gradients):
         """Gradients in `head_params`, summed over their first axis, the shards of the batch."""
         module, name, stored, _ = self._head()
-        return {module: {name: summed_over_shards(gradients[module][name], stored)}}
+        return {module: {name: constrain(jnp.sum(gradients[module][name], axis=0), *stored)}}
 
     @nn.nowrap
     def _head(self):

@@ -354,7 +354,6 @@ def test_statistics_count_the_tokens_that_the_router_selects():
     assert (stats["new_tokens"], stats["slides"]) == (4 * n, slides)
     assert stats["overflow"] == overflow
     assert stats["routed_fraction"] == pytest.approx(routed / read)
-    assert stats["routed_fraction_by_block"] == {"block_1": pytest.approx(routed / read)}
     # Keys, values and positions of four rows; a few counters.
     cached = 4 * families.cache_bytes(build()[0], CONTEXT) + 4 * 4 * (CONTEXT + 14)
     assert 0 <= stats["cache_bytes"] - cached <= 4 * 32
