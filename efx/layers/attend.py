@@ -19,6 +19,7 @@ from efx.layers.linear import row_padding
 MASKED = -1e30
 _MAX_CHUNKS = 8  # chunks are unrolled: more of them save FLOPs but cost compile time
 _BLOCK = 256  # most queries whose scores are in memory at once
+_einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 # ---- attention over the same tokens ------------------------------------------------------------
@@ -37,7 +38,7 @@ def attend(
     segment_ids_BT=None,
     has_gaps=False,
     kernel="auto",
-    probs_fn: ProbsDropout | None = None,
+    probs_dropout: ProbsDropout | None = None,
 ):
     """Causal attention of T queries over the keys and values of the same T tokens.
 
@@ -54,46 +55,46 @@ def attend(
       segment_ids_BT: documents, or None.
       has_gaps: whether positions are not consecutive.
       kernel: `config.model.attention.kernel`, see `kernels.choose`.
-      probs_fn: changes the probabilities, a block of queries at a time.
+      probs_dropout: changes the probabilities, a block of queries at a time.
     Returns: [B, T, N, H].
     """
     _, length, num_heads, head_dim = q_BTNH.shape
     is_sharded, is_packed = sharding.ways("length") > 1, segment_ids_BT is not None
     if kernel != "xla" and (kernel != "auto" or sharding.platform() != "cpu"):
         shape = length, num_heads, k_BSKH.shape[2], head_dim, q_BTNH.dtype
-        mask = window, softcap, has_gaps, is_packed, is_sharded, probs_fn is not None
+        mask = window, softcap, has_gaps, is_packed, is_sharded, probs_dropout is not None
         case = kernels.Case(*shape, *mask)
         chosen = kernels.choose(kernel, case)
         if chosen is not None:
             return chosen.run(case, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, scale)
-    if not window:
-        positions_BT = None
-    elif positions_BT is None:
-        positions_BT = jnp.arange(length)[None]
+    tokens = {"index": jnp.arange(length)[None]}
+    if window:
+        tokens["position"] = tokens["index"] if positions_BT is None else positions_BT
+    if is_packed:
+        tokens["segment"] = segment_ids_BT
     q_BKGTH = _group_heads(q_BTNH * scale, k_BSKH.shape[2])
     k_BKSH, v_BKSH = k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
-    arrays = q_BKGTH, k_BKSH, v_BKSH, (positions_BT, segment_ids_BT)
-    sequence = spans(length, chunk, window)
-    if probs_fn is not None:
-        out_BKGTH = _attend_with_probs_fn(sequence, window, softcap, *arrays, probs_fn)
+    arrays = q_BKGTH, k_BKSH, v_BKSH
+    if probs_dropout is not None:
+        out_BKGTH = _attend_with_dropout(chunk, window, softcap, *arrays, tokens, probs_dropout)
     elif is_sharded and _shards_evenly(k_BKSH):
-        out_BKGTH = _attend_sharded(chunk, window, softcap, *arrays)
+        out_BKGTH = _attend_sharded(chunk, window, softcap, *arrays, tokens)
     else:
-        out_BKGTH = _attend_blocks(sequence, window, softcap, *arrays, 0)
+        query_spans = spans(length, chunk, window)
+        out_BKGTH = _attend_blocks(query_spans, window, softcap, *arrays, tokens, tokens)
     return _heads_last(out_BKGTH)
 
 
 class Span(NamedTuple):
-    """Queries [start, stop), in blocks of `block` queries with a slice of `keys` keys each.
+    """Queries [start, stop), in blocks of `block` queries that score `keys` keys each.
 
-    The slice starts with key 0, or with `slides` it ends with the last query of its block.
+    The keys are the first of the sequence or, with a window, the last up to the block's end.
     """
 
     start: int
     stop: int
     block: int
     keys: int
-    slides: bool = False
 
 
 def spans(length, chunk=0, window=0):
@@ -112,9 +113,9 @@ def spans(length, chunk=0, window=0):
         last = chunk_stop - (chunk_stop - chunk_start) % _BLOCK  # start of a last, shorter block
         for start, stop in ((chunk_start, last), (last, chunk_stop)):
             block = min(_BLOCK, stop - start)
-            keys = min(chunk_stop, block + window - 1) if window else chunk_stop
+            keys = min(stop, block + window - 1) if window else stop
             if block:
-                result.append(Span(start, stop, block, keys, bool(window)))
+                result.append(Span(start, stop, block, keys))
     return tuple(result)
 
 
@@ -122,10 +123,8 @@ def _shards_evenly(k_BKSH):
     """Whether the mesh splits all axes evenly, and heads of queries like those of keys. Otherwise,
     as for the single row of initialisation, the partitioner decides."""
     q_axes, kv_axes = (nn.logical_to_mesh_axes((name,)) for name in ("act_heads", "act_kv_heads"))
-    batch, kv_heads, length, _ = k_BKSH.shape
-    sizes = {"batch": batch, "length": length, "act_kv_heads": kv_heads}
-    is_even = all(size % sharding.ways(name) == 0 for name, size in sizes.items())
-    return is_even and q_axes == kv_axes
+    sizes = zip(("batch", "act_kv_heads", "length"), k_BKSH.shape, strict=False)
+    return q_axes == kv_axes and all(size % sharding.ways(name) == 0 for name, size in sizes)
 
 
 def _attend_sharded(chunk, window, softcap, q_BKGTH, k_BKSH, v_BKSH, tokens):
@@ -136,20 +135,14 @@ def _attend_sharded(chunk, window, softcap, q_BKGTH, k_BKSH, v_BKSH, tokens):
     """
     batch, _, length, _ = k_BKSH.shape
     shard_length = length // sharding.ways("length")
-    sequence = tuple(span._replace(keys=length) for span in spans(shard_length, chunk))
+    query_spans = tuple(span._replace(keys=length) for span in spans(shard_length, chunk))
     tokens = jax.tree.map(lambda y: jnp.broadcast_to(y, (batch, length)), tokens)
-
-    def attend_shard(q_BKGTH, k_BKSH, v_BKSH, tokens, offset_1):
-        arrays = q_BKGTH, k_BKSH, v_BKSH
-        return _attend_blocks(sequence, window, softcap, *arrays, tokens, offset_1[0])
-
-    q_spec = nn.logical_to_mesh_axes(("batch", "act_kv_heads", None, "length"))
-    kv_spec = nn.logical_to_mesh_axes(("batch", "act_kv_heads"))
-    tokens_spec, offset_spec = map(nn.logical_to_mesh_axes, (("batch",), ("length",)))
-    specs = q_spec, kv_spec, kv_spec, tokens_spec, offset_spec
-    offsets = jnp.arange(0, length, shard_length, dtype=jnp.int32)
-    return jax.shard_map(attend_shard, in_specs=specs, out_specs=q_spec, check_vma=False)(
-        q_BKGTH, k_BKSH, v_BKSH, tokens, offsets
+    axes = [("batch", "act_kv_heads", None, "length"), *[("batch", "act_kv_heads")] * 2]
+    axes += [("batch", "length"), ("batch",)]
+    specs = tuple(nn.logical_to_mesh_axes(names) for names in axes)
+    attend_shard = functools.partial(_attend_blocks, query_spans, window, softcap)
+    return jax.shard_map(attend_shard, in_specs=specs, out_specs=specs[0], check_vma=False)(
+        q_BKGTH, k_BKSH, v_BKSH, tokens, tokens
     )
 
 
@@ -167,75 +160,69 @@ def _heads_last(out_BKGTH):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attend_blocks(sequence, window, softcap, q_BKGTH, k_BKSH, v_BKSH, tokens, q_offset):
-    """`attend` of scaled queries, the first of which has index `q_offset`. Reverse mode only.
+def _attend_blocks(query_spans, window, softcap, q_BKGTH, k_BKSH, v_BKSH, q_tokens, k_tokens):
+    """`attend` of scaled queries, in blocks. Reverse mode only.
 
     The backward pass recomputes the probabilities block by block from the scores and the logarithm
     of their sums (Dao et al. 2022, arXiv 2205.14135), so no T x T array outlives its block.
 
     Args:
-      sequence: tuple of `Span`s. tokens: see `_allowed`.
+      query_spans: tuple of `Span`s. q_tokens, k_tokens: see `_allowed`.
     """
-    arrays = q_BKGTH, k_BKSH, v_BKSH
-    return _attend_forward(sequence, window, softcap, *arrays, tokens, q_offset)[0]
+    arrays = q_BKGTH, k_BKSH, v_BKSH, q_tokens, k_tokens
+    return _attend_forward(query_spans, window, softcap, *arrays)[0]
 
 
-def _attend_forward(sequence, window, softcap, q_BKGTH, k_BKSH, v_BKSH, tokens, q_offset):
+def _attend_forward(query_spans, window, softcap, q_BKGTH, k_BKSH, v_BKSH, q_tokens, k_tokens):
     dtype = v_BKSH.dtype
 
-    def block(_, start, first_key, allowed_BCS, q_BKGCH, k_BKSH, v_BKSH):
+    def block(carry, starts, q_BKGCH, k_BKSH, v_BKSH, allowed_BCS):
         scores_BKGCS = _scores(q_BKGCH, k_BKSH, allowed_BCS, softcap)
         max_BKGC1 = jnp.max(scores_BKGCS, axis=-1, keepdims=True)
         weights_BKGCS = jnp.exp(scores_BKGCS - max_BKGC1)
         sum_BKGC1 = jnp.sum(weights_BKGCS, axis=-1, keepdims=True)
         values_BKGCH = _einsum("BKGCS,BKSH->BKGCH", weights_BKGCS.astype(dtype), v_BKSH)
-        return None, ((values_BKGCH / sum_BKGC1).astype(dtype), max_BKGC1 + jnp.log(sum_BKGC1))
+        out_BKGCH, log_sum_BKGC1 = values_BKGCH / sum_BKGC1, max_BKGC1 + jnp.log(sum_BKGC1)
+        return carry, (out_BKGCH.astype(dtype), log_sum_BKGC1)
 
-    outputs, log_sums = [], []
-    for span in sequence:
-        slices = (q_BKGTH,), (k_BKSH, v_BKSH), window, tokens, q_offset
-        _, (output, log_sum) = _scan_blocks(span, block, None, *slices)
-        outputs.append(output)
-        log_sums.append(log_sum)
-    out_BKGTH, log_sum_BKGT1 = _join_blocks(outputs), _join_blocks(log_sums)
-    return out_BKGTH, (q_BKGTH, k_BKSH, v_BKSH, tokens, q_offset, out_BKGTH, log_sum_BKGT1)
+    arrays = (q_BKGTH,), (k_BKSH, v_BKSH), q_tokens, k_tokens
+    _, outputs = _scan_blocks(query_spans, window, block, None, *arrays)
+    out_BKGTH, log_sum_BKGT1 = (_join_blocks(blocks) for blocks in zip(*outputs, strict=True))
+    residuals = q_BKGTH, k_BKSH, v_BKSH, q_tokens, k_tokens, out_BKGTH, log_sum_BKGT1
+    return out_BKGTH, residuals
 
 
-def _attend_backward(sequence, window, softcap, residuals, d_out_BKGTH):
-    q_BKGTH, k_BKSH, v_BKSH, tokens, q_offset, out_BKGTH, log_sum_BKGT1 = residuals
+def _attend_backward(query_spans, window, softcap, residuals, d_out_BKGTH):
+    q_BKGTH, k_BKSH, v_BKSH, q_tokens, k_tokens, out_BKGTH, log_sum_BKGT1 = residuals
     dtype = q_BKGTH.dtype
-    # Mean over keys of the gradient of the probabilities, computed from the output.
+    # sum_s p_s dp_s of each query, for the gradient of the softmax: p_s (dp_s - mean).
     products_BKGTH = d_out_BKGTH.astype(jnp.float32) * out_BKGTH.astype(jnp.float32)
     mean_BKGT1 = jnp.sum(products_BKGTH, axis=-1, keepdims=True)
 
-    def block(d_kv, start, first_key, allowed_BCS, *slices):
-        q_BKGCH, d_out_BKGCH, log_sum_BKGC1, mean_BKGC1, k_BKSH, v_BKSH = slices
+    def block(d_kv, starts, *slices):
+        q_BKGCH, d_out_BKGCH, log_sum_BKGC1, mean_BKGC1, k_BKSH, v_BKSH, allowed_BCS = slices
         scores_BKGCS = _scores(q_BKGCH, k_BKSH, allowed_BCS, softcap)
         probs_BKGCS = jnp.exp(scores_BKGCS - log_sum_BKGC1)
         d_probs_BKGCS = _einsum("BKGCH,BKSH->BKGCS", d_out_BKGCH, v_BKSH)
         d_scores_BKGCS = probs_BKGCS * (d_probs_BKGCS - mean_BKGC1)
         if softcap:
-            # Not of the scores that are MASKED, whose square overflows.
+            # MASKED scores have no gradient, and their square overflows.
             slope_BKGCS = 1.0 - jnp.square(scores_BKGCS / softcap)
             is_scored_BKGCS = jnp.abs(scores_BKGCS) <= softcap
             d_scores_BKGCS = d_scores_BKGCS * jnp.where(is_scored_BKGCS, slope_BKGCS, 0.0)
         d_scores_BKGCS = d_scores_BKGCS.astype(dtype)
         d_q_BKGCH = _einsum("BKGCS,BKSH->BKGCH", d_scores_BKGCS, k_BKSH)
-        d_k_BKHS, d_v_BKHS = d_kv
+        (d_k_BKHS, d_v_BKHS), (_, first_key) = d_kv, starts
         d_k_BKHS = _add_product(d_k_BKHS, first_key, q_BKGCH, d_scores_BKGCS)
         d_v_BKHS = _add_product(d_v_BKHS, first_key, d_out_BKGCH, probs_BKGCS.astype(dtype))
         return (d_k_BKHS, d_v_BKHS), d_q_BKGCH.astype(dtype)
 
-    d_q = []
     zeros_BKHS = jnp.zeros_like(k_BKSH, jnp.float32).swapaxes(2, 3)
-    d_kv = zeros_BKHS, zeros_BKHS
-    by_query = q_BKGTH, d_out_BKGTH, log_sum_BKGT1, mean_BKGT1
-    for span in reversed(sequence):
-        slices = by_query, (k_BKSH, v_BKSH), window, tokens, q_offset
-        d_kv, blocks = _scan_blocks(span, block, d_kv, *slices)
-        d_q.insert(0, blocks)
+    queries = q_BKGTH, d_out_BKGTH, log_sum_BKGT1, mean_BKGT1
+    arrays = queries, (k_BKSH, v_BKSH), q_tokens, k_tokens
+    d_kv, d_q = _scan_blocks(query_spans[::-1], window, block, (zeros_BKHS, zeros_BKHS), *arrays)
     d_k_BKSH, d_v_BKSH = (d.swapaxes(2, 3).astype(dtype) for d in d_kv)
-    return _join_blocks(d_q), d_k_BKSH, d_v_BKSH, None, None
+    return _join_blocks(d_q[::-1]), d_k_BKSH, d_v_BKSH, None, None
 
 
 _attend_blocks.defvjp(_attend_forward, _attend_backward)
@@ -256,47 +243,56 @@ def _add_product(total_BKHS, first_key, x_BKGCH, y_BKGCS):
     return jax.lax.dynamic_update_slice_in_dim(total_BKHS, old_BKHS + new_BKHS, first_key, axis=3)
 
 
-def _attend_with_probs_fn(sequence, window, softcap, q_BKGTH, k_BKSH, v_BKSH, tokens, probs_fn):
+def _attend_with_dropout(chunk, window, softcap, q_BKGTH, k_BKSH, v_BKSH, tokens, probs_dropout):
     """`_attend_blocks` with a `ProbsDropout`, differentiated by JAX. The backward pass recomputes
     each block, so here too no T x T array outlives its block."""
 
-    def block(_, start, first_key, allowed_BCS, *slices):
-        return None, _softmax_values(*slices, allowed_BCS, softcap, probs_fn, (start, first_key))
+    def block(carry, starts, *arrays):
+        return carry, _softmax_values(*arrays, softcap, probs_dropout, starts)
 
-    outputs = []
-    for span in sequence:
-        slices = (q_BKGTH,), (k_BKSH, v_BKSH), window, tokens, 0
-        _, (output, to_sow) = _scan_blocks(span, block, None, *slices, recompute=True)
-        outputs.append(output)
-        probs_fn.block_outputs.append(to_sow)
-    return _join_blocks(outputs)
+    query_spans = spans(k_BKSH.shape[2], chunk, window)
+    arrays = (q_BKGTH,), (k_BKSH, v_BKSH), tokens, tokens
+    _, outputs = _scan_blocks(query_spans, window, block, None, *arrays, recompute=True)
+    values, to_sow = zip(*outputs, strict=True)
+    probs_dropout.block_outputs += to_sow
+    return _join_blocks(values)
 
 
-def _scan_blocks(span, block, carry, by_query, by_key, window, tokens, q_offset, recompute=False):
-    """Apply `block` to the blocks of a span, without a loop if there is one block.
+def _scan_blocks(
+    query_spans, window, block, carry, queries, keys, q_tokens, k_tokens, recompute=False
+):
+    """Apply `block` to all blocks of queries in turn, in a loop where a span has several.
 
     Args:
-      block: (carry, index of the first query, index of the first key, allowed_BCS, slices of the
-        arrays `by_query`, slices of the arrays `by_key`) -> (carry, outputs).
-      by_query: arrays [B, K, G, T, ...]. by_key: arrays [B, K, S, H].
+      block: (carry, indices of the first query and key, *slices of `queries`, *slices of `keys`,
+        allowed_BCS) -> (carry, outputs).
+      queries: arrays [B, K, G, T, ...]. keys: arrays [B, K, S, H].
       recompute: do not save intermediate results of a block for the backward pass.
-    Returns: (carry, outputs [blocks, ...]).
+    Returns: (carry, list of the outputs of each span, stacked [blocks, ...]).
     """
+    cut, outputs = jax.lax.dynamic_slice_in_dim, []
+    for span in query_spans:
 
-    def run(carry, start):
-        first_key = jnp.maximum(0, start + span.block - span.keys) if span.slides else 0
-        queries = [jax.lax.dynamic_slice_in_dim(y, start, span.block, axis=3) for y in by_query]
-        keys = [jax.lax.dynamic_slice_in_dim(y, first_key, span.keys, axis=2) for y in by_key]
-        allowed_BCS = _allowed(span, q_offset + start, first_key, window, tokens)
-        return block(carry, start, first_key, allowed_BCS, *queries, *keys)
+        def run(carry, start, span=span):
+            first_key = jnp.maximum(0, start + span.block - span.keys) if window else 0
+            q_slices = [cut(y, start, span.block, axis=3) for y in queries]
+            k_slices = [cut(y, first_key, span.keys, axis=2) for y in keys]
+            q_block = {name: cut(y, start, span.block, axis=1) for name, y in q_tokens.items()}
+            k_block = {name: cut(y, first_key, span.keys, axis=1) for name, y in k_tokens.items()}
+            allowed_BCS = _allowed(q_block, k_block, window)
+            return block(carry, (start, first_key), *q_slices, *k_slices, allowed_BCS)
 
-    is_one_block = span.stop - span.start == span.block
-    if recompute:  # A loop separates forward and backward pass by itself.
-        run = jax.checkpoint(run, prevent_cse=is_one_block)
-    if is_one_block:
-        carry, outputs = run(carry, span.start)
-        return carry, jax.tree.map(lambda y: y[None], outputs)
-    return jax.lax.scan(run, carry, jnp.arange(span.start, span.stop, span.block, dtype=jnp.int32))
+        is_one_block = span.stop - span.start == span.block
+        if recompute:  # A loop separates forward and backward pass by itself.
+            run = jax.checkpoint(run, prevent_cse=is_one_block)
+        if is_one_block:
+            carry, output = run(carry, span.start)
+            output = jax.tree.map(lambda y: y[None], output)
+        else:
+            starts = jnp.arange(span.start, span.stop, span.block, dtype=jnp.int32)
+            carry, output = jax.lax.scan(run, carry, starts)
+        outputs.append(output)
+    return carry, outputs
 
 
 def _join_blocks(outputs):
@@ -305,28 +301,21 @@ def _join_blocks(outputs):
     return jnp.concatenate([y.reshape(*y.shape[:3], -1, y.shape[-1]) for y in blocks], axis=3)
 
 
-def _allowed(span, first_query, first_key, window, tokens):
-    """bool [B or 1, C, S]: the keys that each query of a block sees.
+def _allowed(q_tokens, k_tokens, window):
+    """bool [B or 1, T, S]: the keys that each query sees.
 
     Args:
-      tokens: (positions [B or 1, T], documents [B or 1, T]), each None if not needed.
+      q_tokens, k_tokens: {"index": in time order, "position": with a window, "segment": document,
+        in packed rows}, int32 [B or 1, T] and [B or 1, S].
     """
-
-    def slices(y_BT):
-        q_BC = jax.lax.dynamic_slice_in_dim(y_BT, first_query, span.block, axis=1)
-        return q_BC[..., None], jax.lax.dynamic_slice_in_dim(y_BT, first_key, span.keys, 1)[:, None]
-
-    q_C1 = first_query + jnp.arange(span.block)[:, None]
-    k_1S = first_key + jnp.arange(span.keys)[None]
-    allowed_BCS = (k_1S <= q_C1)[None]
-    positions_BT, segment_ids_BT = tokens
+    q_tokens = jax.tree.map(lambda y_BT: y_BT[:, :, None], q_tokens)
+    k_tokens = jax.tree.map(lambda y_BS: y_BS[:, None], k_tokens)
+    allowed_BTS = k_tokens["index"] <= q_tokens["index"]
     if window:
-        q_BC1, k_B1S = slices(positions_BT)
-        allowed_BCS = allowed_BCS & (q_BC1 - k_B1S < window)
-    if segment_ids_BT is not None:
-        q_BC1, k_B1S = slices(segment_ids_BT)
-        allowed_BCS = allowed_BCS & (q_BC1 == k_B1S)
-    return allowed_BCS
+        allowed_BTS = allowed_BTS & (q_tokens["position"] - k_tokens["position"] < window)
+    if "segment" in q_tokens:
+        allowed_BTS = allowed_BTS & (q_tokens["segment"] == k_tokens["segment"])
+    return allowed_BTS
 
 
 def _scores(q_BKGTH, k_BKSH, allowed_BTS, softcap):
@@ -337,16 +326,12 @@ def _scores(q_BKGTH, k_BKSH, allowed_BTS, softcap):
     return jnp.where(allowed_BTS[:, None, None], scores_BKGTS, MASKED)
 
 
-def _einsum(subscripts, a, b):
-    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
-
-
-def _softmax_values(q_BKGTH, k_BKSH, v_BKSH, allowed_BTS, softcap, probs_fn, starts=(0, 0)):
-    """(values [B, K, G, T, H], the arrays that `probs_fn` returns for sowing, or None)."""
+def _softmax_values(q_BKGTH, k_BKSH, v_BKSH, allowed_BTS, softcap, probs_dropout, starts=(0, 0)):
+    """(values [B, K, G, T, H], the arrays that `probs_dropout` returns for sowing, or None)."""
     probs_BKGTS = jax.nn.softmax(_scores(q_BKGTH, k_BKSH, allowed_BTS, softcap), axis=-1)
     to_sow = None
-    if probs_fn is not None:
-        probs_BKGTS, to_sow = probs_fn(probs_BKGTS, *starts, allowed_BTS)
+    if probs_dropout is not None:
+        probs_BKGTS, to_sow = probs_dropout.function(probs_BKGTS, *starts, allowed_BTS)
     return jnp.einsum("BKGTS,BKSH->BKGTH", probs_BKGTS.astype(v_BKSH.dtype), v_BKSH), to_sow
 
 
@@ -366,7 +351,7 @@ def attend_cache(
     num_used,
     window=0,
     softcap=0.0,
-    probs_fn: ProbsDropout | None = None,
+    probs_dropout: ProbsDropout | None = None,
     pending=None,
     rows_B=None,
 ):
@@ -380,7 +365,7 @@ def attend_cache(
       rows_B: row of the cache of each row of q; None: all, in order.
     """
     slots, queries = k_BKHS.shape[3], q_BTNH.shape[1]
-    padding = 0 if probs_fn is not None else row_padding(queries)
+    padding = 0 if probs_dropout is not None else row_padding(queries)
     if padding:
         q_BTNH = jnp.pad(q_BTNH, ((0, 0), (0, padding), (0, 0), (0, 0)))
         positions_BT = jnp.pad(positions_BT, ((0, 0), (0, padding)), mode="edge")
@@ -390,14 +375,15 @@ def attend_cache(
         return x if rows_B is None else x.at[rows_B].get(mode="clip")
 
     def read_slots(start, size):
-        arrays = (k_BKHS, 3), (v_BKHS, 3), (k_positions_BS, 1)
-        cut = jax.lax.dynamic_slice_in_dim
-        k_BKHC, v_BKHC, positions_BC = (rows(cut(x, start, size, axis)) for x, axis in arrays)
+        """(keys, values, allowed_BTC) of these slots."""
+        arrays = k_BKHS, v_BKHS, k_positions_BS
+        slices = (jax.lax.dynamic_slice_in_dim(x, start, size, axis=-1) for x in arrays)
+        k_BKHC, v_BKHC, positions_BC = map(rows, slices)
         allowed_BTC = visible(positions_BT, positions_BC, window)
         return k_BKHC.swapaxes(2, 3), v_BKHC.swapaxes(2, 3), allowed_BTC
 
-    if probs_fn is not None:
-        out_BKGTH, _ = _softmax_values(q_BKGTH, *read_slots(0, slots), softcap, probs_fn)
+    if probs_dropout is not None:
+        out_BKGTH, _ = _softmax_values(q_BKGTH, *read_slots(0, slots), softcap, probs_dropout)
         return _heads_last(out_BKGTH)
 
     zeros_BKGTH = jnp.zeros(q_BKGTH.shape, jnp.float32)
@@ -405,9 +391,9 @@ def attend_cache(
     state = zeros_BKGT + MASKED, zeros_BKGT, zeros_BKGTH
     if pending is not None:
         k_BCKH, v_BCKH, positions_BC = map(rows, pending)
-        keys_values = k_BCKH.swapaxes(1, 2), v_BCKH.swapaxes(1, 2)
+        k_BKCH, v_BKCH = k_BCKH.swapaxes(1, 2), v_BCKH.swapaxes(1, 2)
         allowed_BTC = visible(positions_BT, positions_BC, window)
-        state = _update_softmax(state, q_BKGTH, *keys_values, allowed_BTC, softcap)
+        state = _update_softmax(state, q_BKGTH, k_BKCH, v_BKCH, allowed_BTC, softcap)
 
     platform = sharding.platform()
     size = _CACHE_BLOCK if platform == "cpu" else 4 * _CACHE_BLOCK
@@ -465,12 +451,13 @@ def attend_context(q_BTNH, k_BSKH, v_BSKH, call, key_call, *, window=0, **option
     return attend_masked(q_BTNH, k_BSKH, v_BSKH, allowed_BTS, **options)
 
 
-def attend_masked(q_BTNH, k_BSKH, v_BSKH, allowed_BTS, *, scale, softcap=0.0, probs_fn=None):
+def attend_masked(q_BTNH, k_BSKH, v_BSKH, allowed_BTS, *, scale, softcap=0.0, probs_dropout=None):
     """Attention of T queries over S keys with a mask, bool [B or 1, T, S]. It computes the scores
     of all pairs."""
     q_BKGTH = _group_heads(q_BTNH * scale, k_BSKH.shape[2])
     k_BKSH, v_BKSH = k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
-    out_BKGTH, to_sow = _softmax_values(q_BKGTH, k_BKSH, v_BKSH, allowed_BTS, softcap, probs_fn)
-    if probs_fn is not None:
-        probs_fn.block_outputs.append(jax.tree.map(lambda y: y[None], to_sow))
+    arrays = q_BKGTH, k_BKSH, v_BKSH, allowed_BTS
+    out_BKGTH, to_sow = _softmax_values(*arrays, softcap, probs_dropout)
+    if probs_dropout is not None:
+        probs_dropout.block_outputs.append(jax.tree.map(lambda y: y[None], to_sow))
     return _heads_last(out_BKGTH)

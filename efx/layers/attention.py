@@ -62,7 +62,7 @@ class Attention(nn.Module):
             if reads_cache:
                 return None if out_BTNH is None else self._out(out_BTNH)
         if dropout is not None:
-            options["probs_fn"] = dropout.probs_dropout(call, key_call.positions_BT)
+            options["probs_dropout"] = dropout.probs_dropout(call, key_call.positions_BT)
         if context_call is not None:
             out_BTNH = attend_context(q_BTNH, k_BSKH, v_BSKH, call, key_call, **options)
         else:
@@ -70,7 +70,7 @@ class Attention(nn.Module):
             options |= dict(positions_BT=call.positions_BT, segment_ids_BT=call.segment_ids_BT)
             out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, **options)
         if dropout is not None:
-            dropout.sow_block_outputs(options["probs_fn"], call)
+            dropout.sow_block_outputs(options["probs_dropout"], call)
         return self._out(out_BTNH)
 
     def _heads(self, name, x_BTD, call):

@@ -1,28 +1,29 @@
 """Standard dropout, of activations and of attention probabilities."""
 
+import dataclasses
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 
+@dataclasses.dataclass
 class ProbsDropout:
     """Dropout of attention probabilities, one block of queries at a time.
 
-    `attend.py` calls it inside `jax.checkpoint` and `scan`, where modules cannot sow. A call
+    `attend.py` calls `function` inside `jax.checkpoint` and `scan`, where modules cannot sow. It
     therefore returns the arrays to sow, and `attend.py` appends them to `block_outputs`, with a
     leading axis for the blocks of one loop.
 
-    Args:
+    Attributes:
       function: (probs_BKGTS, q_start, k_start, allowed_BTS) -> (probs_BKGTS, arrays to sow).
         q_start and k_start are the indices of the first query and the first key and may be traced;
         allowed_BTS is bool [B or 1, T, S], the pairs that attention allows.
     """
 
-    def __init__(self, function):
-        self.function, self.block_outputs = function, []
-
-    def __call__(self, probs_BKGTS, q_start, k_start, allowed_BTS):
-        return self.function(probs_BKGTS, q_start, k_start, allowed_BTS)
+    function: Callable
+    block_outputs: list = dataclasses.field(default_factory=list)
 
 
 class StandardDropout(nn.Module):

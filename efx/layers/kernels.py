@@ -37,7 +37,7 @@ class Case(NamedTuple):
       has_gaps: positions are not consecutive, as in a routed subsequence.
       is_packed: rows hold several documents.
       is_sharded: sequences are sharded over devices.
-      has_probs_fn: dropout or a mask changes the probabilities.
+      has_probs_dropout: dropout or a mask changes the probabilities.
     """
 
     length: int
@@ -50,7 +50,7 @@ class Case(NamedTuple):
     has_gaps: bool = False
     is_packed: bool = False
     is_sharded: bool = False
-    has_probs_fn: bool = False
+    has_probs_dropout: bool = False
 
 
 class Kernel(NamedTuple):
@@ -136,7 +136,7 @@ def _unsupported(name, case):
         return f"runs only on a {KERNELS[name].platform}, but the devices here are {platform!r}"
     checks = [
         (case.is_sharded, "does not support sequences sharded over devices"),
-        (case.has_probs_fn, "does not support dropout or masks of attention probabilities"),
+        (case.has_probs_dropout, "does not support dropout or masks of attention probabilities"),
         (case.window and case.has_gaps, "does not support windows in routed subsequences"),
         (case.num_heads % ways, f"needs a multiple of {ways} heads, not {case.num_heads}"),
     ]

@@ -14,9 +14,8 @@ from efx import sharding
 from efx.layers.attend import attend_cache, attend_masked, visible
 from efx.routing.selection import distinct
 
-# Keys and values, which are large. No query sees those of an empty slot, whose position is -1.
-SEEN_BY_POSITION = "cached_key", "cached_value"
-_SLOTS = *SEEN_BY_POSITION, "position"
+KEYS_AND_VALUES = "cached_key", "cached_value"
+_SLOTS = *KEYS_AND_VALUES, "position"  # -1 in an empty slot: no query sees its key and value
 _PENDING = "pending_key", "pending_value", "pending_position", "pending_step"
 
 
@@ -149,7 +148,7 @@ def attend_cached(module, q_BTNH, k_BTKH, v_BTKH, call, key_call, dropout, optio
         options["pending"] = [cache[name].value for name in _PENDING[:3]]
     if dropout is not None:
         position_BS = slots[2] if rows_B is None else slots[2].at[rows_B].get(mode="clip")
-        options["probs_fn"] = dropout.probs_dropout(call, position_BS)
+        options["probs_dropout"] = dropout.probs_dropout(call, position_BS)
     return attend_cache(q_BTNH, call.for_rows(len(q_BTNH)).positions_BT, *slots, **options)
 
 
@@ -201,15 +200,12 @@ def _store_slices(slots, new, row_B, slot_BT, used_B):
     (rows, size), (batch, tokens) = slots["position"].shape, slot_BT.shape
     width = min(tokens, size)
     start_B = jnp.minimum(used_B, size - width)
-    # Number of the new token in each slot of the slice, or -1; none for rows out of range.
-    place_BT = jnp.where(slot_BT < size, slot_BT - start_B[:, None], width)
-    place_BT = distinct(jnp.where((row_B < rows)[:, None], place_BT, width), width)
-    b_B1 = jnp.arange(batch)[:, None]
-    token_BC = (
-        jnp.full((batch, width), -1)
-        .at[b_B1, place_BT]
-        .set(jnp.broadcast_to(jnp.arange(tokens), slot_BT.shape), mode="drop", unique_indices=True)
-    )
+    # Index of the new token in each slot of the slice, or -1. Rows out of range store none.
+    is_stored_BT = (slot_BT < size) & (row_B < rows)[:, None]
+    offset_BT = distinct(jnp.where(is_stored_BT, slot_BT - start_B[:, None], width), width)
+    b_B1, empty_BC = jnp.arange(batch)[:, None], jnp.full((batch, width), -1)
+    token_BT = jnp.broadcast_to(jnp.arange(tokens), slot_BT.shape)
+    token_BC = empty_BC.at[b_B1, offset_BT].set(token_BT, mode="drop", unique_indices=True)
     new = {name: jnp.moveaxis(y[b_B1, token_BC], 1, -1) for name, y in new.items()}
     row_B = jnp.minimum(row_B, rows - 1)
 
@@ -248,9 +244,7 @@ def _store_pending(cache, k_B1KH, v_B1KH, position_B1, rows_B=None):
 ALL_GROUPS = 1  # segment id of tokens that every group sees; those of groups are larger
 
 
-def _attend_group(
-    module, q_BTNH, k_BSKH, v_BSKH, call, key_call, dropout, *, scale, window=0, softcap=0.0
-):
+def _attend_group(module, q_BTNH, k_BSKH, v_BSKH, call, key_call, dropout, *, window, **options):
     """Attention of new tokens over those of their own group; the cache holds the last group.
 
     A slot is a position in a group. Segment ids mask the slots of earlier groups; `ALL_GROUPS`
@@ -284,10 +278,9 @@ def _attend_group(
     allowed_BTS = visible(call.positions_BT, all_position_BS, window)
     same_BTS = all_group_BS[:, None] == call.segment_ids_BT[:, :, None]
     allowed_BTS = allowed_BTS & (same_BTS | (all_group_BS[:, None] == ALL_GROUPS))
-    probs_fn = None if dropout is None else dropout.probs_dropout(call, all_position_BS)
-    out_BTNH = attend_masked(
-        q_BTNH, all_k, all_v, allowed_BTS, scale=scale, softcap=softcap, probs_fn=probs_fn
-    )
+    if dropout is not None:
+        options["probs_dropout"] = dropout.probs_dropout(call, all_position_BS)
+    out_BTNH = attend_masked(q_BTNH, all_k, all_v, allowed_BTS, **options)
     # Only the last group of a call may continue.
     is_last_BS = (position_BS >= 0) & (group_BS == jnp.max(group_BS, axis=1, keepdims=True))
     slot_BS = distinct(jnp.where(is_last_BS, position_BS, size), size)

@@ -82,7 +82,7 @@ def emptied(cache, rows_B):
     remain: no query sees keys without a position."""
 
     def empty(name, x):
-        if name in kv_cache.SEEN_BY_POSITION:
+        if name in kv_cache.KEYS_AND_VALUES:
             return x
         return jnp.where(rows_B.reshape(-1, *(1,) * (x.ndim - 1)), _empty(name, x), x)
 

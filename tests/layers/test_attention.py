@@ -127,30 +127,23 @@ def test_spans_skip_most_masked_pairs_in_little_memory():
 # ---- changed probabilities ---------------------------------------------------------------------
 
 
-class Factors(ProbsDropout):
-    """Multiplies each probability by its own factor, and returns its arguments."""
-
-    def __init__(self, factor_BNTS):
-        super().__init__(None)
-        self.factor_BNTS = factor_BNTS
-
-    def __call__(self, probs_BKGTS, q_start, k_start, allowed_BTS):
-        queries, keys = probs_BKGTS.shape[3:]
-        starts, sizes = (0, 0, q_start, k_start), (B, N, queries, keys)
-        factor = jax.lax.dynamic_slice(self.factor_BNTS, starts, sizes)
-        seen = probs_BKGTS, jnp.broadcast_to(allowed_BTS, (B, queries, keys))
-        return probs_BKGTS * factor.reshape(probs_BKGTS.shape), seen
-
-
 @pytest.mark.parametrize("length, chunk, window", [(T, 4, 3), (LONG, 600, 0)])
-def test_a_probs_fn_changes_every_block(length, chunk, window):
-    """Values and gradients; it gets probabilities of sum 1 over the allowed keys."""
+def test_probs_dropout_changes_every_block(length, chunk, window):
+    """Values and gradients with one factor per probability. Probabilities sum to 1 over the
+    allowed keys."""
     arrays = *inputs(length), np.abs(random(B, N, length, length))
 
     def ours(q, k, v, factor):
-        probs_fn = Factors(factor)
-        options = dict(scale=0.4, chunk=chunk, window=window, probs_fn=probs_fn)
-        return attend.attend(q, k, v, **options), probs_fn.block_outputs
+        def multiply(probs_BKGTS, q_start, k_start, allowed_BTS):
+            queries, keys = probs_BKGTS.shape[3:]
+            starts, sizes = (0, 0, q_start, k_start), (B, N, queries, keys)
+            factors = jax.lax.dynamic_slice(factor, starts, sizes).reshape(probs_BKGTS.shape)
+            seen = probs_BKGTS, jnp.broadcast_to(allowed_BTS, (B, queries, keys))
+            return probs_BKGTS * factors, seen
+
+        probs_dropout = ProbsDropout(multiply)
+        options = dict(scale=0.4, chunk=chunk, window=window, probs_dropout=probs_dropout)
+        return attend.attend(q, k, v, **options), probs_dropout.block_outputs
 
     def plain(q, k, v, factor):
         return full(q, k, v, visible(length, window), factor_BNTS=factor)
@@ -212,7 +205,7 @@ def test_dropout_draws_anew_for_every_block():
     @families.jit
     def dropped(key, q_start):
         dropout = StandardDropout(0.5).bind({}, rngs={"dropout": key})
-        return dropout.probs_dropout(training, None)(probs_BKGTS, q_start, 0, None)[0]
+        return dropout.probs_dropout(training, None).function(probs_BKGTS, q_start, 0, None)[0]
 
     first, again, next_block = (dropped(jax.random.key(0), start) for start in (0, 0, 16))
     np.testing.assert_array_equal(first, again)
@@ -259,7 +252,7 @@ def test_decoding_in_pieces_equals_the_full_pass(platform, monkeypatch):
     empty = Call(np.zeros((1, 1), np.int32), cache=CacheView(size))
     cache = layer.init(jax.random.key(0), x_BTD[:, :1], empty)["cache"]
     if platform == "cpu":
-        nan = {name: cache[name].at[..., 128:].set(np.nan) for name in kv_cache.SEEN_BY_POSITION}
+        nan = {name: cache[name].at[..., 128:].set(np.nan) for name in kv_cache.KEYS_AND_VALUES}
         cache = {**cache, **nan}
     cache = step(cache, [100, 90, 5], width=101)
     cache = step(jax.tree.map(jnp.nan_to_num, cache), [30, 31, 0], width=101)

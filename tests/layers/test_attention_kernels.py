@@ -151,7 +151,7 @@ SUPPORTED = [
 UNSUPPORTED = [
     ("tpu", "", dict(window=8, has_gaps=True)),
     ("tpu", "", dict(head_dim=32)),
-    ("tpu", "", dict(has_probs_fn=True)),
+    ("tpu", "", dict(has_probs_dropout=True)),
     ("tpu", "", dict(is_sharded=True)),
     ("gpu", "9.0", dict(is_packed=True)),
     ("gpu", "9.0", dict(softcap=5.0)),
