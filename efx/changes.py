@@ -1,4 +1,4 @@
-"""The fraction of what layers sow that changes from one evaluation to the next."""
+"""The fraction of sown entries that change from one evaluation to the next."""
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +8,10 @@ from efx.step import by_layer, evaluation_keys
 
 
 class Changes:
-    """The fraction of the entries of a collection that differ from those of the previous call, on
-    fixed rows.
+    """The fraction of the entries of a collection that differ from the previous call, on the same
+    rows.
 
-    Entries below 0 do not count: padding, and slots that a routed block left empty either time. The
+    Entries below 0 do not count: padding, and empty slots of a routed block in either call. The
     arrays of the previous call stay on the devices: one byte an entry, one row for each shard of
     the batch. A stochastic control draws the same tokens as in the first batch of an evaluation.
 
@@ -28,7 +28,7 @@ class Changes:
         self._previous = None
 
     def __call__(self, params, variables, batch):
-        """{name: fraction, "<name>/<layer>": ...}, by the names sown; {} the first time.
+        """{sown name: fraction, "<name>/<layer>": fraction}; {} the first time.
 
         Args:
           batch: the rows `placement.rows` of a batch, the same at every call.
@@ -40,17 +40,15 @@ class Changes:
         return {name: float(x) for name, x in jax.device_get(self._changes(previous, sown)).items()}
 
     def names(self, params, variables, batch):
-        """The names that calls give from the second on; the arguments are shapes."""
+        """The names in the results of all calls but the first; the arguments are shapes."""
         sown = self._sown.eval_shape(params, variables, batch)
         return list(self._changes.eval_shape(sown, sown))
 
 
 def _sown(model, collection, seed, params, variables, batch):
-    _, mutated = model.apply(
+    _, mutated = model.apply_to_batch(
         {"params": params, **variables},
-        batch["inputs"],
-        batch.get("positions"),
-        batch.get("segment_ids"),
+        batch,
         method="features",
         rngs=evaluation_keys(seed, 0),
         mutable=(collection,),
@@ -59,9 +57,9 @@ def _sown(model, collection, seed, params, variables, batch):
 
 
 def _changes(old, new):
-    """The tree of what was sown, with the `means.Mean` of whether an entry changed for each value.
+    """The tree of sown values, each replaced by the `means.Mean` of whether an entry changed.
 
-    A value is a tuple of arrays that are one thing; all of its entries count alike.
+    The arrays of a value, a tuple, count together.
     """
 
     def changed(path, old_calls, new_calls):
@@ -69,20 +67,21 @@ def _changes(old, new):
         scanned = int(any(getattr(key, "key", None) == "units" for key in path))
 
         def total(marked):
-            # Whole numbers along the last axis, as float32 would stop at 2^24 were it added to one
-            # by one; then float32, as there may be more entries than an int32 counts.
-            of_rows = jnp.sum(marked, axis=-1, dtype=jnp.int32).astype(jnp.float32)
-            return jnp.sum(of_rows, axis=tuple(range(scanned, of_rows.ndim)))
+            # Integers along the last axis: adding ones in float32 stops at 2^24. Then float32,
+            # because there may be more entries than an int32 counts.
+            row_counts = jnp.sum(marked, axis=-1, dtype=jnp.int32).astype(jnp.float32)
+            return jnp.sum(row_counts, axis=tuple(range(scanned, row_counts.ndim)))
 
         def mean(old_arrays, new_arrays):
-            pairs = list(zip(old_arrays, new_arrays, strict=True))
-            counted = [(a >= 0) & (b >= 0) for a, b in pairs]
-            differ = [c & (a != b) for c, (a, b) in zip(counted, pairs, strict=True)]
+            differ, counted = [], []
+            for a, b in zip(old_arrays, new_arrays, strict=True):
+                counted.append((a >= 0) & (b >= 0))
+                differ.append(counted[-1] & (a != b))
             return means.Mean(sum(map(total, differ)), sum(map(total, counted)))
 
         return tuple(map(mean, old_calls, new_calls))
 
-    # Of each module and name the calls, as linen keeps them: a tuple.
+    # Linen keeps a tuple of the values of all calls under each name.
     return jax.tree_util.tree_map_with_path(
         changed, old, new, is_leaf=lambda node: isinstance(node, tuple)
     )

@@ -187,7 +187,7 @@ class Program:
         Returns:
           (cache, last_BD)
         """
-        cache = models.emptied(cache, new_B)
+        cache = models.clear_rows(cache, new_B)
         x_BTD, cache = self._features(variables, cache, tokens_BT, positions_BT, seed, decode)
         count_B = jnp.sum(positions_BT >= 0, axis=1)
 

@@ -22,7 +22,7 @@ EVALUATION = np.uint32(2**32 - 1)  # folded into a key in place of a step; no ru
 
 @struct.dataclass
 class TrainState:
-    """Everything of a run that a checkpoint has to hold, except the position in the data.
+    """The state of a run in a checkpoint, except the position in the data.
 
     Attributes:
       step: int32, number of optimiser steps (skipped ones included).
@@ -93,10 +93,10 @@ def make_train_step(
     KL(teacher || model). With `config.train.accumulation` = A it is summed over
     A micro-batches of every A-th row, and the gradient is that of the whole batch: for
     cross-entropy because the weight of the whole batch is known; for sown losses because a first
-    pass over the micro-batches adds up the Means that these need. The compiler reduces that pass to
-    almost nothing for a loss that is one mean over tokens (the batch alone decides how many tokens
-    count, unless a router does), and to a forward pass without the output layer for a loss that is
-    not linear in means (`load_balance`). Logged statistics are those of the whole batch, too.
+    pass over the micro-batches adds up the Means that these need. That pass costs almost nothing
+    for a loss that is one mean over tokens, whose number the batch alone decides, and a forward
+    pass without the output layer for a loss that is not linear in means (`load_balance`). Logged
+    statistics are those of the whole batch, too.
 
     Random numbers (dropout, stochastic masks) are drawn for each micro-batch.
 
@@ -105,21 +105,18 @@ def make_train_step(
 
     Args:
       groups: number of shards of the batch axis (see `losses.chunked_cross_entropy`).
-      teacher: the model whose distribution `config.losses.distill` follows, on the same tokens and
-        as it is in evaluation; its variables, an argument of the step, are neither trained nor part
-        of the state. None: no such loss, and nothing of it in the program.
-      start: the first step of the model's stage of the capacity; thresholds start again there,
-        since earlier ones belong to another capacity.
+      teacher: the model of `config.losses.distill`, in evaluation mode on the same tokens; its
+        variables are an argument of the step, neither trained nor part of the state. None: no such
+        loss.
+      start: the first step of the current stage of capacity. Thresholds are reset there: earlier
+        ones belong to another capacity.
     """
     accumulation, weights = config.train.accumulation, as_dict(config.losses)
-
-    def forward(params, variables, batch, keys):
-        return _features(model, params, variables, batch, keys, train=True)
 
     def weighted(sown, step):
         return losses.weighted_sum(sown, weights, step, total_steps)
 
-    def taught(teacher_variables, batch, keys):
+    def run_teacher(teacher_variables, batch, keys):
         """`losses.Teacher` of a batch, or None."""
         if teacher is None:
             return None
@@ -127,21 +124,6 @@ def make_train_step(
         averages = {name: tree for name, tree in teacher_variables.items() if name != "params"}
         x_BTD, _ = _features(teacher, params, averages, batch, keys, train=False)
         return losses.Teacher(teacher.head_fn, teacher.head_params(params), x_BTD)
-
-    def micro_loss(params, variables, batch, total_weight, keys, step, totals, teacher_variables):
-        x_BTD, mutated = forward(params, variables, batch, keys)
-        z_loss, distill = (
-            losses.coefficient(weights[name], step, total_steps, name)
-            for name in ("z_loss", "distill")
-        )
-        follow = taught(teacher_variables, batch, keys)
-        sums = _loss_sums(model, params, x_BTD, batch, config, groups, z_loss, follow, distill)
-        reports = {name: means.sown(mutated, name) for name in ("losses", "stats")}
-        extra = weighted(losses.collect_sown(reports["losses"], totals), step)
-        averages = {name: mutated[name] for name in variables}
-        return sums.total / total_weight + extra, ((sums, reports), averages)
-
-    gradient = jax.grad(micro_loss, has_aux=True)
 
     def train_step(state, batch, seed, teacher_variables=None):
         if start:
@@ -154,36 +136,43 @@ def make_train_step(
             key = jax.random.fold_in(base, index)
             return {"dropout": jax.random.fold_in(key, 0), "routing": jax.random.fold_in(key, 1)}
 
-        def micro_gradients(batch, index, totals=None):
-            grads, aux = gradient(
-                state.params,
-                state.variables,
-                batch,
-                total_weight,
-                keys(index),
-                state.step,
-                totals,
-                teacher_variables,
+        def forward(params, batch, index):
+            return _features(model, params, state.variables, batch, keys(index), train=True)
+
+        def micro_loss(params, batch, index, totals):
+            """(objective of a micro-batch, ((its sums, its sown Means), running averages))."""
+            x_BTD, mutated = forward(params, batch, index)
+            z_loss, distill = (
+                losses.coefficient(weights[name], state.step, total_steps, name)
+                for name in ("z_loss", "distill")
             )
-            added, kept = aux
-            return (grads, *added), kept
+            outputs = run_teacher(teacher_variables, batch, keys(index))
+            sums = _loss_sums(model, params, x_BTD, batch, config, groups, z_loss, outputs, distill)
+            reports = {name: means.sown(mutated, name) for name in ("losses", "stats")}
+            extra = weighted(losses.collect_sown(reports["losses"], totals), state.step)
+            averages = {name: mutated[name] for name in state.variables}
+            return sums.total / total_weight + extra, ((sums, reports), averages)
+
+        def micro_gradients(batch, index, totals=None):
+            gradient = jax.grad(micro_loss, has_aux=True)
+            grads, (added, averages) = gradient(state.params, batch, index, totals)
+            return (grads, *added), averages
 
         def needed_means(batch, index):
-            _, mutated = forward(state.params, state.variables, batch, keys(index))
+            _, mutated = forward(state.params, batch, index)
             sown = means.sown(mutated, "losses")
-            return jax.tree.map(means.Mean.for_contribution, sown, is_leaf=means.is_mean)
+            needed = jax.tree.map(means.Mean.for_contribution, sown, is_leaf=means.is_mean)
+            return needed, None
 
         if accumulation == 1:
             (grads, sums, reports), variables = micro_gradients(batch, 0)
         else:
             batches = _micro_batches(batch, accumulation)
-            totals, _ = _over_micro_batches(
-                lambda batch, index: (needed_means(batch, index), None), batches
-            )
-            (grads, sums, reports), variables = _over_micro_batches(
+            totals, _ = _scan_micro_batches(needed_means, batches)
+            (grads, sums, reports), variables = _scan_micro_batches(
                 lambda batch, index: micro_gradients(batch, index, totals), batches
             )
-            variables = _of_whole_batch(variables, batches)
+            variables = _average_variables(variables, batches)
         sown, stats = (losses.collect_sown(reports[name]) for name in ("losses", "stats"))
         metrics = {
             "train/objective": sums.total / total_weight + weighted(sown, state.step),
@@ -223,7 +212,7 @@ def make_train_step(
 
 
 def batch_shapes(config, rows, mesh, rules):
-    """Shapes and layout of a batch of so many rows, as the data pipeline makes and places it."""
+    """Shapes and shardings of a batch of `rows` rows of the data pipeline."""
     shape, layout = (rows, config.data.seq_len), sharding.batch_sharding(mesh, rules)
     dtypes = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     if config.data.packing:
@@ -244,12 +233,14 @@ def _micro_batches(batch, count):
     return jax.tree.map(split, batch)
 
 
-def _over_micro_batches(function, batches):
-    """With a scan over micro-batches, of function(batch, index) = (to add, to keep): the sum of the
-    former, and the latter of all of them along one more axis, the last."""
+def _scan_micro_batches(function, batches):
+    """Apply function(batch, index) -> (added, stacked) to each micro-batch.
+
+    Returns: (the sum of `added`, `stacked` of all micro-batches along a new last axis).
+    """
     count = len(jax.tree.leaves(batches)[0])
     first = jax.tree.map(lambda x: x[0], batches)
-    # The shapes of its result and the body of the scan are one trace of it, which is kept here.
+    # Jitted so that `eval_shape` and the scan trace it once.
     function = jax.jit(function, inline=True)
     zeros = jax.tree.map(
         lambda x: jnp.zeros(x.shape, x.dtype),
@@ -258,41 +249,41 @@ def _over_micro_batches(function, batches):
 
     def body(totals, item):
         index, batch = item
-        added, kept = function(batch, index)
-        return jax.tree.map(jnp.add, totals, added), kept
+        added, stacked = function(batch, index)
+        return jax.tree.map(jnp.add, totals, added), stacked
 
-    totals, kept = jax.lax.scan(body, zeros, (jnp.arange(count), batches))
-    return totals, jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), kept)
+    totals, stacked = jax.lax.scan(body, zeros, (jnp.arange(count), batches))
+    return totals, jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), stacked)
 
 
-def _of_whole_batch(variables, batches):
-    """Running averages after a batch, from those after each of its micro-batches, the last axis.
+def _average_variables(variables, batches):
+    """Running averages after a batch: the mean over its micro-batches, weighted by real tokens.
 
-    Each of them starts from the same ones and adds a mean over its own tokens, of which packed rows
-    have now more, now fewer. What is no average, such as a number of steps, is the same in all; so
-    is what does not move, as in frozen models, and keeps every bit.
+    Integers, such as numbers of updates, are equal in all micro-batches. So are the averages of a
+    frozen model, which must keep every bit.
+
+    Args:
+      variables: those after each micro-batch, along the last axis; all start from the same values.
     """
     documents = batches.get("segment_ids")
     real_ABT = jnp.ones_like(batches["inputs"], bool) if documents is None else documents > 0
-    # Where there is nothing but padding, all count alike.
+    # A batch of padding alone weights all micro-batches equally.
     tokens_A = jnp.maximum(jnp.sum(real_ABT, axis=(1, 2), dtype=jnp.float32), 1e-6)
 
-    def whole(x):
+    def average(x):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x[..., 0]
-        same = jnp.all(x == x[..., :1], axis=-1)
-        return jnp.where(same, x[..., 0], jnp.average(x, axis=-1, weights=tokens_A))
+        is_equal = jnp.all(x == x[..., :1], axis=-1)
+        return jnp.where(is_equal, x[..., 0], jnp.average(x, axis=-1, weights=tokens_A))
 
-    return jax.tree.map(whole, variables)
+    return jax.tree.map(average, variables)
 
 
 def _features(model, params, variables, batch, keys, *, train):
     """(input of the output layer [B, T, D], mutated collections) of one batch."""
-    return model.apply(
+    return model.apply_to_batch(
         {"params": params, **variables},
-        batch["inputs"],
-        batch.get("positions"),
-        batch.get("segment_ids"),
+        batch,
         train=train,
         method="features",
         rngs=keys,
@@ -339,8 +330,8 @@ def _loss_sums(model, params, x_BTD, batch, config, groups, z_loss, teacher=None
 
 
 def logits_bytes(model, config, mesh, rules, rows):
-    """Bytes on each device of the logits that are in memory at once, for a batch of so many rows:
-    at least these."""
+    """Lower bound of the bytes on each device of the logits that are in memory at once, for a batch
+    of `rows` rows."""
     length = config.data.seq_len
     positions = min(config.train.loss_chunk or length, length)
     axes = ("batch", "length", "act_vocab")
@@ -349,28 +340,28 @@ def logits_bytes(model, config, mesh, rules, rows):
 
 
 def _as_rows(x_BT, groups, parts):
-    """[B, T, ...] -> [B * parts, T / parts, ...]: for each of the groups of rows one part of all
-    its rows after the other, as devices hold them."""
+    """[B, T, ...] -> [B * parts, T / parts, ...], in the order in which devices hold the parts of
+    sequences: within each group of rows, the first part of every row, then the second."""
     batch, length, *rest = x_BT.shape
     x = x_BT.reshape(groups, batch // groups, parts, length // parts, *rest)
     return jnp.swapaxes(x, 1, 2).reshape(batch * parts, length // parts, *rest)
 
 
 def evaluation_keys(seed, index):
-    """Keys of batch number `index` of an evaluation, as `rngs` of a model. Stochastic routing draws
-    tokens for every batch as in training, but the same ones at every evaluation."""
+    """`rngs` of a model for batch number `index` of an evaluation: stochastic routing draws other
+    tokens in each batch, the same at every evaluation."""
     key = jax.random.fold_in(jax.random.key(seed), EVALUATION)
     return {"routing": jax.random.fold_in(key, index)}
 
 
 def make_eval_step(model, config, *, groups=1):
-    """eval_step(params, variables, batch, seed, index) -> {"loss", "correct", "weights", "stats"}:
-    sums over the batch's tokens, which add up over batches; `index` is the number of the batch.
-    "stats" is the tree of Means that was sown.
+    """eval_step(params, variables, batch, seed, index) -> {"loss", "correct", "weights", "stats"}.
 
-    Without packing nothing marks rows past the end of the split as padding and they are computed
-    like others, so the Means of a batch, which holds its own rows once more there, are weighted by
-    its fraction of scored tokens.
+    Sums over the tokens of batch number `index`, and the tree of sown Means, which add up over
+    batches.
+
+    A partial batch repeats its rows. Without packing nothing marks the repeated rows as padding, so
+    the Means of a batch are weighted by its fraction of scored tokens.
     """
 
     def eval_step(params, variables, batch, seed, index):
@@ -389,8 +380,7 @@ def make_eval_step(model, config, *, groups=1):
 
 
 def by_layer(stats, model):
-    """Statistics by name: the mean over layers, and that of each layer as `name/<layer>`, by what
-    `stack.label` calls it.
+    """{name: mean over layers, "name/<layer>": of one layer} of statistics, see `stack.label`.
 
     Args:
       stats: a tree of values or Means by module.
@@ -401,7 +391,7 @@ def by_layer(stats, model):
     for path, value in means.leaves(stats):
         *modules, name = (key.key for key in path if isinstance(key, jax.tree_util.DictKey))
         layers.setdefault(layer_of("/".join(modules)), []).append({name: value})
-    for layer, of_layer in layers.items():
-        for name, value in losses.collect_sown(of_layer).items():
+    for layer, layer_stats in layers.items():
+        for name, value in losses.collect_sown(layer_stats).items():
             named[f"{name}/{label(layer)}"] = value
     return named

@@ -104,12 +104,8 @@ def _scores(model, mesh, rules):
 
     @jax.jit
     def step(params, variables, batch, seed, index):
-        logits_BTV = model.apply(
-            {"params": params, **variables},
-            batch["inputs"],
-            batch.get("positions"),
-            batch.get("segment_ids"),
-            rngs=evaluation_keys(seed, index),
+        logits_BTV = model.apply_to_batch(
+            {"params": params, **variables}, batch, rngs=evaluation_keys(seed, index)
         )
         log_p_BTV = jax.nn.log_softmax(logits_BTV.astype(jnp.float32))
         return jnp.take_along_axis(log_p_BTV, batch["targets"][..., None], axis=-1)[..., 0]

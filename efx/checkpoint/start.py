@@ -15,7 +15,7 @@ from efx import run_settings, runfolder, settings, storage
 from efx.checkpoint import files
 from efx.checkpoint.params import fingerprint, restore_params
 from efx.errors import UsageError
-from efx.layers.stack import in_layers, scan_params, unroll_params
+from efx.layers.stack import convert_layers, scan_params, unroll_params
 from efx.models.config import SAME_MODEL
 
 # Settings that make another model of the same parameters; rows may become longer.
@@ -134,7 +134,7 @@ def _member(root, fresh, member, scanned, collection, left_out):
     """A tree of an unrolled member from its run, whose layers may be scanned."""
     targets = fresh
     if scanned:
-        targets = in_layers(scan_params, fresh, member.specs())
+        targets = convert_layers(scan_params, fresh, member.specs())
     tree, _ = restore_params(
         root,
         targets,
@@ -144,7 +144,7 @@ def _member(root, fresh, member, scanned, collection, left_out):
         vocab_size=member.vocab_size,
     )
     if scanned:
-        tree = in_layers(unroll_params, tree, member.specs())
+        tree = convert_layers(unroll_params, tree, member.specs())
     return jax.tree.map(lambda stored, leaf: jax.device_put(stored, leaf.sharding), tree, fresh)
 
 

@@ -23,7 +23,7 @@ from efx.configs import convert_mod
 from efx.errors import UsageError, nearest
 from efx.flops import count_params
 from efx.interop import new_run
-from efx.layers.stack import in_layers, scan_params
+from efx.layers.stack import convert_layers, scan_params
 from efx.metrics import quantity
 from efx.metrics.progress import is_primary
 from efx.routing import parameters
@@ -219,7 +219,7 @@ def _state(training, parent, variables, to):
         if e.model.config.scan_layers:
             specs = e.model.specs()
             converted = {
-                name: in_layers(scan_params, tree, specs) for name, tree in converted.items()
+                name: convert_layers(scan_params, tree, specs) for name, tree in converted.items()
             }
         return step_lib.state_of(converted, training.optimizer)
 

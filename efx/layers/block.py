@@ -19,8 +19,8 @@ from efx.layers.report import sow_choice
 class Block(nn.Module):
     """x [B, T, D] -> the block's increment, see `BlockKind`; the caller adds the residual.
 
-    A routed block computes the whole of it, or one of its two parts, for some tokens
-    (`routing.mod`). Blocks with other attentions or MLPs are subclasses.
+    Routing computes the block, or one of its two parts, for some tokens only (`routing.mod`).
+    Blocks with other attentions or MLPs are subclasses.
     """
 
     config: BlockConfig
@@ -30,22 +30,23 @@ class Block(nn.Module):
     kv_depends_on_block_output: ClassVar[bool] = False
 
     def setup(self):
+        c = self.config
+        self.dropout_attention_output = self.dropout_mlp_output = None
         self.setup_attention()
-        self.setup_mlp()
+        options = c.hidden, c.mlp.activation, c.use_bias, c.std, c.std_out, c.dtype
+        if c.moe is None:
+            self.mlp = MLP(*options)
+        else:
+            self.mlp = MoE(*options, c.moe, ROUTER_STD * c.router_scale)
+        self.norm_mlp = make_norm(c)
+        if c.dropout.kind != "none":
+            self.dropout_mlp_output = make_dropout(c, "mlp_output")
 
     def setup_attention(self):
         c = self.config
         self.attention, self.norm_attention = make_attention(c), make_norm(c)
-        self.dropout_attention_output = None
         if c.dropout.kind != "none":
             self.dropout_attention_output = make_dropout(c, "attention_output")
-
-    def setup_mlp(self):
-        c = self.config
-        self.mlp, self.norm_mlp = make_mlp(c), make_norm(c)
-        self.dropout_mlp_output = None
-        if c.dropout.kind != "none":
-            self.dropout_mlp_output = make_dropout(c, "mlp_output")
 
     def __call__(self, x_BTD, call, context=None):
         """`context` = (states [B, S, D], their call, ...): attend to these instead of to x."""
@@ -65,7 +66,7 @@ class Block(nn.Module):
         return with_dropout(self.dropout_attention_output, norm_output(c, norm, a_BTD), call)
 
     def mlp_increment(self, x_BTD, call, context=None):
-        """`context` is not used: it is there for routed blocks, which pass one to either part."""
+        """`context` is unused: routed blocks pass one to either part."""
         c, norm, dropout = self.config, self.norm_mlp, self.dropout_mlp_output
         y_BTD = norm_input(c, norm, x_BTD)
         if dropout is not None and c.dropout.skips and c.moe is None:
@@ -74,7 +75,7 @@ class Block(nn.Module):
         return with_dropout(dropout, norm_output(c, norm, self.mlp(y_BTD, call)), call)
 
     def _mlp_of_kept_tokens(self, y_BTD, call):
-        """The MLP for tokens whose mask is not all 0, and the fraction of them in `stats`."""
+        """The MLP for tokens whose mask is not all 0; sows their fraction into `stats`."""
         c, mask_BTD = self.config, self.dropout_mlp_output.mask(y_BTD, call)
         real_BT = call.real(len(y_BTD))
         kept_BT = jnp.any(mask_BTD > 0, axis=-1) & real_BT
@@ -100,17 +101,17 @@ class SkipMLP(nn.Module):
 
 
 def norm_input(c, norm, x):
-    """The input of an attention or MLP of the block `c`: normalised, unless `c` is post-norm."""
+    """x [..., D], normalised unless the block `c` is post-norm: the input of attention or MLP."""
     return x if c.kind == "post_norm" else norm(x)
 
 
 def norm_output(c, norm, y):
-    """Its output: normalised if `c` is post-norm."""
+    """y [..., D], normalised if the block `c` is post-norm: the output of attention or MLP."""
     return norm(y) if c.kind == "post_norm" else y
 
 
 def mlp_input(c, x, a):
-    """What the MLP of the block `c` reads after attention gave the increment `a`."""
+    """The input of the MLP of the block `c`, where `a` is the increment of attention."""
     return x if c.kind == "parallel" else x + a
 
 
@@ -140,11 +141,3 @@ def make_attention(c, name=None, kind=Attention, **changes):
         name=name,
     )
     return kind(**{**fields, **changes})
-
-
-def make_mlp(c, name=None):
-    """The MLP of the block `c`, or its experts."""
-    options = c.hidden, c.mlp.activation, c.use_bias, c.std, c.std_out, c.dtype
-    if c.moe is None:
-        return MLP(*options, name=name)
-    return MoE(*options, c.moe, ROUTER_STD * c.router_scale, name=name)

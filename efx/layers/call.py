@@ -1,4 +1,4 @@
-"""What layers know of a call besides the activations: the tokens, the mode and the cache."""
+"""The input of layers besides activations: positions and documents, the mode and the cache."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from efx.routing import selection
 
 @struct.dataclass
 class TokenPlaces:
-    """Where the ids of tokens lie on a line of length 1, see `controls.TokenPlacement`.
+    """The intervals of token ids on a line of length 1, see `controls.TokenPlacement`.
 
     Attributes:
-      start_BT: start of the interval of a token's id. length_BT: its length.
+      start_BT: where the interval of a token's id starts. length_BT: its length.
     """
 
     start_BT: Any
@@ -22,19 +22,20 @@ class TokenPlaces:
 
 @struct.dataclass
 class CacheView:
-    """Where a layer finds the tokens before the new ones, in the collection `cache`.
+    """How a layer uses its cache, in the collection `cache`.
 
     Attributes:
-      size: the most tokens of a sequence that the layer computes. A KV cache has one slot each.
+      size: the most tokens of a sequence that the layer computes; the slots of its KV cache.
       kv_size: slots of the KV cache of a block that attends to tokens that it does not compute
         (`kv_for_skipped`); 0: `size`.
       access: "both" writes the new keys and values and attends. A block with `kv_for_skipped`
         first gets "write" for all tokens (it returns None) and then "read" for the computed ones.
       grouped: attention stays inside groups of tokens: positions are places in a group,
         segment_ids_BT numbers groups, and the cache holds one group, see `kv_cache.attend_cached`.
-      first: the new tokens start their rows and padding follows them: they see only each other.
-      tag: name of this use of a layer that is used several times; each use has its own cache.
-      rows_B: the rows of the cache that these rows are; None: all, in order.
+      first: the new tokens start their rows and padding follows them, so they attend to each other
+        only.
+      tag: name of one use of a layer that is used several times; each use has its own cache.
+      rows_B: the cache row of each row; None: the same rows.
     """
 
     size: int = struct.field(pytree_node=False)
@@ -48,26 +49,26 @@ class CacheView:
 
 @struct.dataclass
 class Call:
-    """What every layer gets besides its input. Routing passes on the gathered rows of it.
+    """The input of every layer besides activations. Routing gathers it with the tokens.
 
     Attributes:
       positions_BT: int32 original position of each token (B may be 1: the same for all rows). A
         negative position marks padding: nothing is cached or routed for it.
       segment_ids_BT: int32 document of each token (0 = padding), or None: one document a row.
       count_BT: int32, the number of tokens of the document up to and including this one that reach
-        the layer; None: positions + 1. See `counts`.
+        the layer; None: positions + 1.
       selectable_BT: bool, the tokens that routing may select, or None: all.
-      mask_input_BTD: what learned dropout reads instead of the activations, or None.
+      mask_input_BTD: input of learned dropout in place of the activations, or None.
       token_places: `TokenPlaces` for controls that select by token id, or None.
       routing_key: key of random selections, or None.
       cache: a `CacheView` while decoding, else None.
-      encoder: (states [B, S, D], their `Call`) for cross-attention, or None. Routing passes it on
-        whole: a block that computes some of the tokens reads all encoder states.
-      has_gaps: positions skip some, as those of routed tokens do.
+      encoder: (states [B, S, D], their `Call`) for cross-attention, or None. Routing does not
+        gather it: routed tokens attend to all encoder states.
+      has_gaps: positions are not consecutive, as those of routed tokens.
       train: dropout is on.
       selection: how routed blocks select tokens. "train": as configured for training (top-k looks
-        ahead in the sequence). "topk": top-k, whatever training does. "causal": the decision that
-        sampling uses. "off": no tokens. Or the name of a trained decision.
+        ahead in the sequence). "topk": top-k. "causal": the decision of sampling. "off": no tokens.
+        Or the name of a trained decision.
     """
 
     positions_BT: Any
@@ -85,7 +86,7 @@ class Call:
 
     @property
     def decode(self):
-        """Whether these are new tokens whose predecessors are in the cache."""
+        """Whether earlier tokens are in the cache."""
         return self.cache is not None
 
     @property
@@ -99,24 +100,18 @@ class Call:
         return self.selection in ("train", "topk")
 
     def for_rows(self, batch):
-        """The same with positions of every row, so that rows can be gathered one by one."""
+        """The `Call` with positions [batch, T], so that they can be gathered by row."""
         positions = jnp.broadcast_to(self.positions_BT, (batch, self.positions_BT.shape[1]))
         return self.replace(positions_BT=positions)
 
     def with_cache(self, **changes):
-        """The same with another view of the cache, if there is one."""
+        """The `Call` with these changes of its `CacheView`, if it has one."""
         return self.replace(cache=self.cache.replace(**changes)) if self.decode else self
 
     def real(self, batch):
-        """bool [B, T]: neither padding nor an empty slot of a routed block."""
-        real_BT = self.for_rows(batch).positions_BT >= 0
+        """bool [B, T]: the tokens that are neither padding nor unused slots of a routed block."""
+        real_BT = jnp.broadcast_to(self.positions_BT >= 0, (batch, self.positions_BT.shape[1]))
         return real_BT if self.segment_ids_BT is None else real_BT & (self.segment_ids_BT > 0)
-
-    def counts(self, batch):
-        """int32 [B, T]: `count_BT`, or positions + 1."""
-        if self.count_BT is not None:
-            return self.count_BT
-        return self.for_rows(batch).positions_BT + 1
 
     def take(self, index_BC):
         """The `Call` of the tokens at these positions [B, C] of every row (see `selection`).
@@ -139,7 +134,7 @@ class Call:
         )
 
     def take_rows(self, index_C):
-        """The `Call` of these rows, one new token each, while decoding."""
+        """The `Call` of these rows of one new token each (decoding)."""
 
         def gathered(x_B1, fill=0):
             if x_B1 is None:

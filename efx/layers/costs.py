@@ -11,12 +11,15 @@ def attention_flops(b, tokens, pairs, context=None, width=None, has_output=True)
     Args:
       width: of the input; None: that of the block. has_output: it has an output matrix.
     """
-    heads, width = channels(b) * b.attention.num_heads, width or b.width
-    queries, keys = heads * b.attention.head_dim, tokens if context is None else context
-    projections = flops.matmul(tokens, width, queries) + flops.matmul(keys, width, 2 * _kv_width(b))
+    a, width, keys = b.attention, width or b.width, tokens if context is None else context
+    shares_kv = b.soft is not None and b.soft.shared_kv
+    heads = channels(b) * a.num_heads
+    kv_heads = a.num_kv_heads if shares_kv else channels(b) * a.num_kv_heads
+    projections = flops.matmul(tokens, width, heads * a.head_dim)
+    projections += flops.matmul(keys, width, 2 * kv_heads * a.head_dim)
     if has_output:
-        projections += flops.matmul(tokens, queries, b.width)
-    scores = flops.attention_scores(pairs, heads, b.attention.head_dim)
+        projections += flops.matmul(tokens, heads * a.head_dim, b.width)
+    scores = flops.attention_scores(pairs, heads, a.head_dim)
     return {"attention_projections": projections, "attention_scores": scores}
 
 
@@ -44,12 +47,6 @@ def channels(b):
     return 1 if b.soft is None else b.soft.num
 
 
-def _kv_width(b):
-    """Features of the keys of one token over all channels; its values have as many."""
-    shared = b.soft is not None and b.soft.shared_kv
-    return (1 if shared else channels(b)) * b.attention.num_kv_heads * b.attention.head_dim
-
-
 def _soft_mlp_flops(b, tokens):
     """In each channel: its own MLP, the shared MLPs and the common matrix back to D."""
     rows, features = b.soft.num * tokens, b.soft.features(b.width)
@@ -62,8 +59,8 @@ def _soft_mlp_flops(b, tokens):
 
 
 def routing_flops(b, r, length):
-    """Nominal FLOPs of routing itself: scores, decisions, and the skip MLP, which is computed for
-    every token and kept for the skipped ones."""
+    """{component: FLOPs} of the router, its decisions, and the skip MLP, which computes every token
+    and is used for the skipped ones."""
     router = 0 if r.is_control else flops.matmul(length, b.width, 1)
     trained = (DECISIONS[name].flops(r, b.width, length) for name in r.trained_decisions)
     counted = {"router": router + sum(trained)}
@@ -119,36 +116,26 @@ def _layer_flops(spec, length, mode, measured):
 # ---- learned dropout ---------------------------------------------------------------------------
 
 
-def _mask_attentions(b, sites):
-    """Number of masks at these sites with their own attention."""
+def mask_flops(b, tokens, pairs, *sites):
+    """{component: FLOPs} of the masks at these sites, one for each channel of a block."""
     c = b.dropout
-    return sum(c.active(site) for site in sites) if c.own_attention else 0
-
-
-def _mask_linears(b, sites):
-    """Output features of the linear layers of masks."""
-    c = b.dropout
+    masks = channels(b) * sum(c.active(site) for site in sites)
     mask_width = 1 if c.attention.granularity == "token" else b.width
-    if c.kind != "attention" or (c.own_attention and mask_width > 1):
-        return 0
-    return mask_width * sum(c.active(site) for site in sites)
+    # An attention of its own as wide as the mask needs no linear layer.
+    has_linear = c.kind == "attention" and not (c.own_attention and mask_width > 1)
+    attentions, linears = masks * c.own_attention, masks * has_linear
+    return _mask_flops(b, tokens, pairs, attentions, linears * mask_width)
 
 
-def _mask_flops(b, tokens, pairs, attentions, linears):
-    if not attentions + linears:
+def _mask_flops(b, tokens, pairs, attentions, features):
+    """features: outputs of all linear layers."""
+    if not attentions + features:
         return {}
     heads = b.dropout.attention.num_heads
     return {
-        "mask_projections": flops.matmul(tokens, b.width, 3 * attentions * b.width + linears),
+        "mask_projections": flops.matmul(tokens, b.width, 3 * attentions * b.width + features),
         "mask_scores": attentions * flops.attention_scores(pairs, heads, b.width // heads),
     }
-
-
-def mask_flops(b, tokens, pairs, *sites):
-    """{component: FLOPs} of the masks at these sites, one for each channel of a block."""
-    sites = sites * channels(b)
-    attentions, linears = _mask_attentions(b, sites), _mask_linears(b, sites)
-    return _mask_flops(b, tokens, pairs, attentions, linears)
 
 
 def mask_input_flops(b, tokens, pairs):

@@ -118,8 +118,10 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        init, zeros = nn.initializers.normal(self.std), nn.initializers.zeros
-        init = padded(init if self.std else zeros, self.features - self.padding, axis=1)
+        zeros = nn.initializers.zeros
+        init = nn.initializers.normal(self.std) if self.std else zeros
+        if self.padding:
+            init = padded(init, self.features - self.padding, axis=1)
         kernel = parameter(self, "kernel", init, (x.shape[-1], self.features), self.axes)
         kernel = kernel.astype(self.dtype)
         y = matmul(x.astype(self.dtype), kernel, float32_output=self.float32_output)

@@ -171,10 +171,8 @@ class MoE(MLP):
         if call.decode:
             counts = "admitted", "dropped"
             return admission.admit_new_tokens(self, selected_BTE, rate, call, counts)[0]
-        admitted_BTE = selection.admit(selected_BTE, rate, call)
-        # A packed row of many documents may have more tokens than slots.
         slots = self.config.slots(length, "causal")
-        return admitted_BTE & (jnp.cumsum(admitted_BTE, axis=1) <= slots)
+        return selection.admit(selected_BTE, rate, call, slots=slots)
 
     def _compute(self, sum_fn, experts, x_BTD, computed_BTE, choices, call):
         """`sum_fn(experts, x_BTD, index_EBC, *choices)` for the tokens of a mask."""

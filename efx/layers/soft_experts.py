@@ -176,7 +176,7 @@ class SoftMLP(nn.Module):
 class SoftBlock(Block):
     """A block with soft experts."""
 
-    def setup_attention(self):
+    def setup(self):
         c, soft = self.config, self.config.soft
         heads, kv_heads = c.attention.num_heads * soft.num, c.attention.num_kv_heads
         kv_heads = kv_heads if soft.shared_kv else kv_heads * soft.num
@@ -186,9 +186,6 @@ class SoftBlock(Block):
         self.attention = make_attention(c, kind=kind, config=attention)
         self.norm_attention = make_norm(c)
         self.dropout_attention_output = _make_dropout(c, "attention_output")
-
-    def setup_mlp(self):
-        c = self.config
         self.mlp, self.norm_mlp = SoftMLP(c), make_norm(c)
         self.dropout_mlp_output = _make_dropout(c, "mlp_output")
 

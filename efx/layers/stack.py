@@ -11,7 +11,7 @@ from flax import linen as nn
 from efx import sharding
 from efx.errors import UsageError
 from efx.layers import kernels, linear
-from efx.layers.block import Block, SkipMLP
+from efx.layers.block import Block
 from efx.layers.config import BlockConfig, DenseFormerConfig, block_in_stack
 from efx.layers.soft_experts import SoftBlock
 from efx.routing import selection
@@ -19,6 +19,9 @@ from efx.routing.config import DepthRoutingConfig
 from efx.routing.mod import MoDBlock
 from efx.routing.recursion import RecursionStep, SharedBlocks, recursion_steps
 from efx.sharding import constrain, parameter
+
+# Collections with a leading axis of layers in a scanned stack.
+_SCANNED = "params", "cache", "losses", "stats", "means", "masks", "state"
 
 _keeps_selections = jax.checkpoint_policies.save_only_these_names(selection.SELECTION)
 
@@ -77,7 +80,7 @@ class LayerSpec:
 
     @property
     def parts(self):
-        """{name inside of the layer: spec} of all that is routed, or not, by itself."""
+        """{name in the layer: spec} of each part with a routing decision of its own, or none."""
         return {"": self}
 
 
@@ -117,7 +120,7 @@ def names(specs):
 
 
 def by_path(stack, specs):
-    """{path in the tree of parameters: spec} of all that is routed, or not, by itself.
+    """{path in the tree of parameters: spec} of the `parts` of all layers.
 
     Args:
       stack: name of the stack.
@@ -134,8 +137,8 @@ _IN_A_BLOCK = re.compile("(cross_)?attention|(skip_)?mlp|soft|dropout_(?!embeddi
 
 
 def layer_of(path):
-    """Path of the layer that the module at this path belongs to; of a module in no layer, such as
-    the mask of the embedding, its own path."""
+    """Path of the layer of the module at this path; of a module outside layers, such as the mask of
+    the embedding, its own path."""
     names = path.split("/")
     parts = (i for i, name in enumerate(names) if _IN_A_BLOCK.fullmatch(name))
     return "/".join(names[: next(parts, None)])
@@ -158,26 +161,20 @@ class Layer(nn.Module):
         if spec.routing is None:
             self.inner = spec.make_block()
         else:
-            self.inner = MoDBlock(spec.make_block, spec.routing, spec.capacity, _skip_mlp(spec))
+            self.inner = MoDBlock(spec.make_block, spec.routing, spec.capacity)
         # A routed layer has a dense layer's parameters at the same paths, plus its router.
         nn.share_scope(self, self.inner)
 
     def __call__(self, x_BTD, call, context=None):
         """`context`: of a layer that is not routed itself, as in `Block`."""
         if self.spec.routing is not None:
-            x_BTD = self.inner(x_BTD, call)
+            x_BTD, _ = self.inner(x_BTD, call)
         else:
             delta_BTD = self.inner(x_BTD, call, context)
             if delta_BTD is None:  # it only writes keys and values
                 return x_BTD
             x_BTD = x_BTD + delta_BTD
         return constrain(x_BTD, "batch", "length", "act_embed")
-
-
-def _skip_mlp(spec):
-    """Constructor of the MLP for tokens that a routed layer skips, or None."""
-    hidden = spec.routing.skip_mlp
-    return partial(SkipMLP, spec.block, hidden) if hidden else None
 
 
 class _Unit(nn.Module):
@@ -189,7 +186,7 @@ class _Unit(nn.Module):
     @nn.compact
     def __call__(self, x_BTD, call):
         for i, spec in enumerate(self.specs):
-            layer = _layer_class(spec, self.remat, scanned=True)(spec, name=f"block_{i}")
+            layer = _make_layer(spec, f"block_{i}", self.remat, scanned=True)
             x_BTD = layer(x_BTD, call)
         return x_BTD, None
 
@@ -201,9 +198,9 @@ class Stack(nn.Module):
     a Mixture-of-Depths stack that routes every second block. Its parameters have a leading layer
     axis; `unroll_params` and `scan_params` convert between the two forms.
 
-    What goes from layer to layer is whatever the specs' modules take: x_BTD, or two streams.
-    The steps of a recursion leave the parameters of the blocks that they share where a dense stack
-    has them, `block_<i>/...`, and have their own, routers and skip MLPs, in `recursion_<i>/...`.
+    The state is the argument of the specs' modules: x_BTD, or two streams. The shared blocks of a
+    recursion have their parameters where a dense stack has them, in `block_<i>/...`; routers and
+    skip MLPs of its steps are in `recursion_<i>/...`.
 
     With `averages` (DenseFormer, not in a scan) layers read averages of all earlier states, see
     `StateAverage`; a recursion step counts as one layer. Weights: `average_<i>/alpha`, i from 1.
@@ -216,8 +213,11 @@ class Stack(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD, call, before=None):
-        """The state after all layers. `before` = {number of a layer: function that the state passes
-        on its way there}; a scan has no place for these either."""
+        """The state after all layers.
+
+        Args:
+          before: {index of a layer: function of the state before it}; not in a scan.
+        """
         if self.scan:
             assert not before
             size = period(self.specs)
@@ -225,15 +225,7 @@ class Stack(nn.Module):
                 _Unit,
                 length=len(self.specs) // size,
                 in_axes=nn.broadcast,
-                variable_axes={
-                    "params": 0,
-                    "cache": 0,
-                    "losses": 0,
-                    "stats": 0,
-                    "means": 0,
-                    "masks": 0,
-                    "state": 0,
-                },
+                variable_axes=dict.fromkeys(_SCANNED, 0),
                 split_rngs={"params": True, "dropout": True},
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )
@@ -244,25 +236,20 @@ class Stack(nn.Module):
             if before and i in before:
                 x_BTD = before[i](x_BTD)
             if not isinstance(spec, RecursionStep):
-                layer = _layer_class(spec, self.remat, scanned=False)(spec, name=name)
-                y_BTD = layer(x_BTD, call)
+                x_BTD = _make_layer(spec, name, self.remat)(x_BTD, call)
             else:
-                shared = shared or self._shared_blocks(spec)
-                selectable = call.replace(selectable_BT=selectable_BT)
-                y_BTD, selectable_BT = spec.apply(shared, x_BTD, selectable)
-            x_BTD = y_BTD
+                if shared is None:
+                    blocks = (
+                        _make_layer(inner, f"block_{j}", self.remat)
+                        for j, inner in enumerate(spec.shared, 1)
+                    )
+                    shared = SharedBlocks(tuple(blocks))
+                step_call = call.replace(selectable_BT=selectable_BT)
+                x_BTD, selectable_BT = spec.apply(shared, x_BTD, step_call)
             if self.averages is not None and self.averages.on:
-                states.append(y_BTD)
+                states.append(x_BTD)
                 x_BTD = StateAverage(name=f"average_{i + 1}")(states)
         return x_BTD
-
-    def _shared_blocks(self, step):
-        return SharedBlocks(
-            tuple(
-                _layer_class(spec, self.remat, scanned=False)(spec, name=f"block_{i}")
-                for i, spec in enumerate(step.shared, 1)
-            )
-        )
 
 
 class StateAverage(nn.Module):
@@ -284,10 +271,11 @@ class StateAverage(nn.Module):
         return mean_BTD.astype(states[-1].dtype)
 
 
-def _layer_class(spec, remat, scanned):
-    if remat == "none":
-        return spec.module
-    return nn.remat(spec.module, policy=REMAT_POLICIES[remat], prevent_cse=not scanned)
+def _make_layer(spec, name, remat, scanned=False):
+    module = spec.module
+    if remat != "none":
+        module = nn.remat(module, policy=REMAT_POLICIES[remat], prevent_cse=not scanned)
+    return module(spec, name=name)
 
 
 def period(specs):
@@ -302,14 +290,14 @@ def period(specs):
 
 
 def first_of_scanned(path):
-    """The path of a module in scanned layers as it is in the first unrolled layer of those that it
-    stands for; other paths as they are."""
+    """The path of a module of a scanned stack in the first of its unrolled layers; other paths
+    unchanged."""
     return re.sub("^layers/units/", "layers/", path)
 
 
 def first_of_unrolled(path, size):
-    """The path of a module in an unrolled layer as it is in the first of those that a scan of this
-    period computes as one with it; other paths as they are."""
+    """The path of a module of an unrolled stack in the first layer that a scan with this period
+    merges with its layer; other paths unchanged."""
     return re.sub(r"(?<=^layers/block_)\d+", lambda number: str(int(number[0]) % size), path)
 
 
@@ -336,9 +324,8 @@ def scan_params(params, specs):
     return {"units": units}
 
 
-def in_layers(convert, tree, specs):
-    """A collection of a model with `scan_params` or `unroll_params` of its layers; as it is where
-    it has none of them, such as state that no layer but the last of a stack has."""
+def convert_layers(convert, tree, specs):
+    """Apply `scan_params` or `unroll_params` to the layers of a collection, if it has any."""
     if "layers" not in tree:
         return tree
     return {**tree, "layers": convert(tree["layers"], specs)}

@@ -28,8 +28,8 @@ from efx.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from efx.models.language_model import unrolled
 from efx.models.latent import Latent, LatentConfig
 from efx.models.variables import (  # noqa: F401  (public names of this package)
+    clear_rows,
     decoding_shapes,
-    emptied,
     init,
     init_cache,
     unboxed_shapes,
@@ -65,7 +65,7 @@ def config_class(family):
 
 
 def config_of(model):
-    """The settings of a `config.model`, from a mapping or from settings."""
+    """The settings of a `config.model`, from a mapping or unchanged."""
     if is_block(model):
         return model
     mapping = dict(model.items())
@@ -77,9 +77,9 @@ def check_family(mapping):
     """Raise UsageError if a `config.model` has the settings of another family than its `family`:
     a change of `config.model.family` does not change the other settings."""
     name = mapping.get("family")
-    own = set(names_of(config_class(name)))
+    expected = set(names_of(config_class(name)))
     for other, (config, _) in FAMILIES.items():
-        if set(names_of(config)) == set(mapping) != own:
+        if set(names_of(config)) == set(mapping) != expected:
             raise UsageError(
                 f"config.model.family={name!r}: the settings of config.model are those of "
                 f"{other!r}; start from a config file of the family {name!r}"
@@ -110,7 +110,7 @@ def build(model_config, *, vocab_size, context, dtype, adapter=None, members=(),
         changes["vocab_multiple"] = c.vocab_multiple or vocab_ways
     c = dataclasses.replace(c, **changes).resolved()
     members = [unrolled(member) for member in members]
-    model = FAMILIES[c.family].module.of(members, c, vocab_size, jnp.dtype(dtype))
+    model = FAMILIES[c.family].module.compose(members, c, vocab_size, jnp.dtype(dtype))
     if c.scan_layers:
         period(model.specs())  # raises if the layers do not repeat a pattern
     return model if adapter is None else adapt(model, make(AdapterConfig, adapter))

@@ -202,9 +202,8 @@ class Adapter(nn.Module):
             run_BTE, _ = admit_new_tokens(self, selected_BTE, rate, call, names)
             weight_BTE = jnp.where(run_BTE, weight_BTE, 0.0)
             return self._weighted_sum(x_BTD, weight_BTE, down_EDR, up_ERF)
-        admitted_BTE = selection.admit(selected_BTE, rate, call)
-        # A packed row of many documents may have more tokens than slots.
-        admitted_BTE &= jnp.cumsum(admitted_BTE, axis=1) <= c.slots(length, looks_ahead=False)
+        slots = c.slots(length, looks_ahead=False)
+        admitted_BTE = selection.admit(selected_BTE, rate, call, slots=slots)
         topk_BTE = select_topk(logit_BTE, c.capacity, call)
         run_BTE = topk_BTE if call.looks_ahead else admitted_BTE
         self._report(jnp.where(run_BTE, weight_BTE, 0.0), call)

@@ -109,7 +109,7 @@ class Bridged(LanguageModel):
     augment_models: tuple = ()
 
     @classmethod
-    def of(cls, members, config, vocab_size, dtype):
+    def compose(cls, members, config, vocab_size, dtype):
         """The model of these members, the anchor first."""
         if len(members) != 1 + len(config.augment):
             raise UsageError(

@@ -32,7 +32,7 @@ class LanguageModel(nn.Module):
     Attributes:
       config: resolved settings of the family. The rest of efx reads `family`, `context`,
         `scan_layers`, `remat`, `depth_routing`, `dropout`, `mup` and `member_runs` ((key, run
-        directory), ... of the runs that it is composed of).
+        directory), ... of its members).
       dtype: of activations; parameters are float32.
       selection: as in `Call`; "auto" is "train" in training, else "causal".
     """
@@ -43,16 +43,16 @@ class LanguageModel(nn.Module):
     selection: str = "auto"
 
     @classmethod
-    def of(cls, members, config, vocab_size, dtype):
-        """The model of a resolved config, composed of these models of other runs."""
+    def compose(cls, members, config, vocab_size, dtype):
+        """The model of a resolved config; `members`: the models of other runs in it."""
         if members:
             raise ValueError(f"a model of the family {config.family!r} has no members")
         return cls(config, vocab_size, dtype)
 
     @property
     def members(self):
-        """{name in the tree of parameters: (model of another run, regex of parameters of that run
-        that are not used)}, in the order of `config.member_runs`."""
+        """{name in the tree of parameters: (model of another run, regex of its unused parameters)},
+        in the order of `config.member_runs`."""
         return {}
 
     def features(
@@ -73,8 +73,8 @@ class LanguageModel(nn.Module):
           segment_ids_BT: int32 documents of packed rows, 0 for padding.
           train: dropout on, routing as configured for training.
           decode: append to the collection `cache` and attend to it. "first": the tokens start
-            their rows and padding follows them, so that attention needs no cache.
-          cache_size: tokens of context of that cache.
+            their rows and padding follows them, so attention does not read the cache.
+          cache_size: the most tokens of a sequence in the cache.
         Raises: UsageError for more tokens than the model has learned positions.
         """
         length = tokens_BT.shape[1]
@@ -108,8 +108,8 @@ class LanguageModel(nn.Module):
         Args:
           selection: "train" counts the capacity of routed blocks, "causal" all slots that the
             causal decision may fill.
-          shares: {path in `blocks()` of a routed block: (fraction of the tokens, fraction of the
-            causal pairs) that it was measured to route}, counted in place of slots.
+          shares: {path in `blocks()` of a routed block: (measured fraction of routed tokens, of
+            causal pairs among them)}, counted in place of slots.
         """
         c = self.config
         pairs = flops.causal_pairs(length, c.attention.window)
@@ -124,6 +124,12 @@ class LanguageModel(nn.Module):
         """float32 logits [B, T, V]; arguments as in `features`."""
         x_BTD = self.features(tokens_BT, *args, **options)
         return self.logits(x_BTD)[..., : self.vocab_size]
+
+    @nn.nowrap
+    def apply_to_batch(self, variables, batch, **options):
+        """`apply` on a batch of the data pipeline, with further keywords of `apply`."""
+        positions_BT, segment_ids_BT = batch.get("positions"), batch.get("segment_ids")
+        return self.apply(variables, batch["inputs"], positions_BT, segment_ids_BT, **options)
 
     @nn.nowrap
     def check_packing(self):
@@ -190,8 +196,7 @@ class LanguageModel(nn.Module):
 
     @nn.nowrap
     def block_config(self, num_increments=1):
-        """`BlockConfig`, without experts, of a stack whose residual is the sum of so many
-        increments."""
+        """`BlockConfig`, without experts, of a stack with this number of residual increments."""
         std = self.deviations.hidden
         std_out = std / max(1, num_increments) ** 0.5
         return self.config.block(std=std, std_out=std_out, dtype=self.dtype)
@@ -246,8 +251,8 @@ class LanguageModel(nn.Module):
     def head_params(self, params):
         """The parameters of the output layer, gathered over the batch's mesh axes.
 
-        A loss over slices of the sequence would otherwise gather them for every slice. They are in
-        the dtype of the model, which is less to send.
+        A loss over slices of the sequence would otherwise gather them for every slice. They have
+        the dtype of the model, which needs less communication than float32.
         """
         module, name, stored, used = self._head()
         return {module: {name: reshard(params[module][name].astype(self.dtype), stored, used)}}
@@ -284,7 +289,7 @@ class LanguageModel(nn.Module):
 
     @nn.nowrap
     def output_layer(self, std):
-        """Output layer of its own, for untied models."""
+        """The output layer of an untied model."""
         padding = self.padded_vocab - self.vocab_size
         return Linear(
             self.padded_vocab,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx.layers import kv_cache
-from efx.layers.stack import in_layers, unroll_params
+from efx.layers.stack import convert_layers, unroll_params
 from efx.models.language_model import unrolled
 from efx.sharding import only_shapes
 
@@ -26,7 +26,7 @@ def _keys(key):
 def variable_shapes(model):
     """The shapes of the variables that `init` returns."""
     with only_shapes():
-        # The key is made inside: the mesh may have no devices, as in ahead-of-time compilation.
+        # Make the key here: the mesh may have no devices, as in ahead-of-time compilation.
         return jax.eval_shape(lambda: init(model, jax.random.key(0)))
 
 
@@ -45,7 +45,7 @@ def unroll(model, params):
     """(model, params) with scanned layers unrolled; unchanged without scanned layers."""
     if not model.config.scan_layers:
         return model, params
-    return unrolled(model), in_layers(unroll_params, params, model.specs())
+    return unrolled(model), convert_layers(unroll_params, params, model.specs())
 
 
 def unroll_variables(model, variables):
@@ -77,16 +77,16 @@ def init_cache(model, batch, cache_size):
     return jax.jit(lambda: _map_names(_empty, cache))()  # one program, not one for each shape
 
 
-def emptied(cache, rows_B):
-    """The cache without the tokens of these rows, bool [B]. Keys and values, which are large,
-    remain: no query sees keys without a position."""
+def clear_rows(cache, rows_B):
+    """The cache without the tokens of the rows in a mask, bool [B]. Keys and values, which are
+    large, remain: no query sees keys without a position."""
 
-    def empty(name, x):
+    def clear(name, x):
         if name in kv_cache.KEYS_AND_VALUES:
             return x
         return jnp.where(rows_B.reshape(-1, *(1,) * (x.ndim - 1)), _empty(name, x), x)
 
-    return _map_names(empty, cache)
+    return _map_names(clear, cache)
 
 
 def _empty(name, x):

@@ -1,6 +1,6 @@
-"""Set the thresholds of routed blocks from a few batches, with the parameters as they are.
+"""Set the thresholds of routed blocks from a few batches, with fixed parameters.
 
-Training tracks them by a running mean, which lags behind; a converted model has none.
+The running mean of training lags behind; a converted model has no thresholds.
 """
 
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def calibrate(model, params, variables, batches):
-    """`variables` with each threshold at the mean, over these batches, of its quantile.
+    """`variables` in which each threshold is the mean of its quantile over these batches.
 
     Args:
       batches: device arrays as for `train_step`; tokens are routed by top-k.
@@ -19,13 +19,11 @@ def calibrate(model, params, variables, batches):
     model = model.clone(selection="topk")
 
     def quantiles(params, variables, batch, index):
-        # An update by step 0 takes the quantile of the batch as it is.
+        # The first update sets the threshold to the quantile of the batch.
         variables = reset_threshold_steps(variables, True)
-        _, mutated = model.apply(
+        _, mutated = model.apply_to_batch(
             {"params": params, **variables},
-            batch["inputs"],
-            batch.get("positions"),
-            batch.get("segment_ids"),
+            batch,
             method="features",
             rngs={"routing": jax.random.key(index)},
             mutable=["state"],
@@ -45,7 +43,7 @@ def calibrate(model, params, variables, batches):
 
 
 def reset_threshold_steps(variables, is_start):
-    """The variables with thresholds that take the next batch's quantile as it is, if `is_start`."""
+    """If `is_start`, reset update counts, so that the next batch alone sets the thresholds."""
 
     def reset(path, x):
         return jnp.where(is_start, 0, x) if _is_threshold(path, "steps") else x

@@ -24,7 +24,7 @@ Decision = Literal[tuple(DECISIONS)]
 
 @block("config.model.depth_routing")
 class DepthRoutingConfig:
-    """Which blocks compute only some of the tokens, and how these are selected."""
+    """The blocks that compute only some of the tokens, and how these are selected."""
 
     # "mod": Mixture-of-Depths. "recursion": the blocks between the first and the last are one
     # shared stack, applied `recursions` times, each time to tokens selected among those of the
@@ -88,7 +88,7 @@ class DepthRoutingConfig:
             )
 
     def check_depth(self, *depths):
-        """Raise UsageError unless stacks of these depths can be routed so."""
+        """Raise UsageError unless these settings suit stacks of these depths."""
         blocks, count = self.blocks, sum(depths)
         if any(b >= count for b in blocks) or list(blocks) != sorted(set(blocks)):
             raise UsageError(
@@ -145,24 +145,19 @@ class DepthRoutingConfig:
             )
 
     @functools.cached_property
+    def control(self):
+        """The `controls.Control` that selects tokens in place of a router, or None."""
+        return controls.CONTROLS.get(self.train_selection)
+
+    @functools.cached_property
     def is_control(self):
         """Whether tokens are selected without a router."""
-        return self.train_selection in controls.CONTROLS
+        return self.control is not None
 
-    @functools.cached_property
+    @property
     def needs_token_places(self):
-        """Whether selection goes by the ids of tokens, see `Call.token_places`."""
-        return self.kind != "none" and self.train_selection == "token_hash"
-
-    @functools.cached_property
-    def is_exact(self):
-        """Whether training selects exactly ceil(c T) tokens, and not that many on average."""
-        return self.train_selection in ("topk", "stochastic")
-
-    @functools.cached_property
-    def looks_ahead(self):
-        """Whether the selection in training depends on later tokens."""
-        return self.kind != "none" and self.train_selection == "topk"
+        """Whether selection depends on the ids of tokens, see `Call.token_places`."""
+        return self.kind != "none" and self.is_control and self.control.needs_token_places
 
     @functools.cached_property
     def trained_decisions(self):
@@ -180,8 +175,8 @@ class DepthRoutingConfig:
         return self.kind != "none" and "threshold" in self.trained_decisions
 
     def routed_blocks(self, *depths):
-        """{block index: capacity} of stacks of these depths, numbered through; `every` counts in
-        each stack. ValueError if the numbers of blocks and capacities differ."""
+        """{block index: capacity} of stacks of these depths, numbered consecutively; `every` counts
+        in each stack. Raises ValueError if the numbers of blocks and capacities differ."""
         if self.kind != "mod":
             return {}
         routed = self.blocks
@@ -205,8 +200,8 @@ class DepthRoutingConfig:
         return tuple(self.capacity**i for i in range(self.recursions))
 
     def step_is_routed(self, number):
-        """Whether this step of a recursion has a router: it leaves tokens out, now or in another
-        stage of training, so that all stages have the same parameters."""
+        """Whether this step of a recursion has a router: it drops tokens in this stage of training
+        or another, so that all stages have the same parameters."""
         return self.step_capacities[number] < 1 or (number > 0 and bool(self.capacity_stages))
 
     def effective_depth(self, depth):
@@ -214,13 +209,18 @@ class DepthRoutingConfig:
         return depth + (self.recursions - 1) * (depth - 2) if self.kind == "recursion" else depth
 
     def causal_rate(self, capacity):
-        """Rate of the causal limit, see `selection.admit`."""
+        """Rate of the causal limit, see `selection.admit`; 1: no limit."""
+        if self.is_control and not self.control.has_causal_limit:
+            return 1.0
         return min(1.0, capacity * self.slack)
 
     def slots(self, capacity, length, mode):
         """C: tokens of a sequence that a routed block computes at most, in a `Call.selection`."""
-        is_exact = self.is_exact and (mode in ("train", "topk"))
-        if is_exact or self.train_selection == "position":
+        if self.is_control:
+            is_exact, is_limited = self.control.draw is not None, self.control.has_causal_limit
+        else:
+            is_exact, is_limited = self.train_selection == "topk", True
+        if (is_exact and mode in ("train", "topk")) or not is_limited:
             return selection.num_slots(capacity, length)
         return selection.num_causal_slots(self.causal_rate(capacity), length)
 

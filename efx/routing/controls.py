@@ -1,19 +1,20 @@
-"""Controls of depth routing: tokens are selected without a look at their content.
+"""Controls of depth routing: baselines that select tokens without a router.
 
-The distance to these is what learned routing is worth. None has a router, a gate (it is 1) or a
-trained decision: no selection depends on later tokens.
+Their gate is 1, they train no decision, and no selection depends on the content of later tokens.
 
     stochastic   random tokens, drawn afresh for every block, row and batch (Raposo et al. 2024,
                  arXiv 2404.02258, section 3.4); training takes the top-k of the same numbers
     position     the first of every 1/capacity positions, in every block
-    token_hash   the occurrences of some token ids, others in each block, by a hash of the ids as in
-                 Hash Layers (Roller et al. 2021, arXiv 2106.04426), balanced by their frequencies
+    token_hash   all occurrences of some token ids, other ids in each block, by a hash of the ids as
+                 in Hash Layers (Roller et al. 2021, arXiv 2106.04426), balanced by frequency
 
 A new control is one function and a row of `CONTROLS`.
 """
 
+import dataclasses
 import fractions
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -40,11 +41,10 @@ def position(call, seed, capacity):
 
 
 def token_hash(call, seed, capacity):
-    """The ids on an arc of length `capacity` of the circle of all ids, which begins where the
-    block's seed says.
+    """The ids on an arc of length `capacity` of the circle of all ids. The seed places the arc.
 
-    A token's point on the interval of its id is drawn by (seed, position), so that of an id that
-    lies across the end of the arc the right fraction of tokens is selected.
+    (seed, position) draws the point of a token in the interval of its id, so that an id across the
+    end of the arc gets the right fraction of its tokens selected.
     """
     places = call.token_places
     key = jax.random.key(seed)
@@ -55,12 +55,12 @@ def token_hash(call, seed, capacity):
 
 def stochastic(call, seed, capacity):
     """Each token with the probability `capacity`."""
-    return uniform_scores(call, seed) < capacity
+    return uniform_numbers(call, seed) < capacity
 
 
-def uniform_scores(call, seed):
-    """A number in [0, 1) for each token, [B, T], drawn by (call's key, seed, row, position): the
-    same in a longer row, and in decoding with the same key."""
+def uniform_numbers(call, seed):
+    """Numbers [B, T] in [0, 1), drawn by (`Call.routing_key`, seed, row, position): the same in a
+    longer row, and in decoding with the same key."""
     if call.routing_key is None:
         raise UsageError(
             "config.model.depth_routing.train_selection='stochastic' needs a key: call the model "
@@ -76,17 +76,38 @@ def uniform_scores(call, seed):
     return jax.vmap(jax.vmap(draw, in_axes=(None, 0)))(keys_B, call.positions_BT)
 
 
-# name: (call, seed, capacity) -> bool [B or 1, T]: the selected tokens. `seed` is an int32 of the
-# block, drawn when the model is initialised and kept in the collection `state`.
-CONTROLS = {"stochastic": stochastic, "position": position, "token_hash": token_hash}
+@dataclasses.dataclass(frozen=True)
+class Control:
+    """A value of `train_selection` without a router.
+
+    Attributes:
+      select: (call, seed, capacity) -> bool [B or 1, T], the selected tokens. `seed` is an int32 of
+        the block, drawn when the model is initialised and kept in the collection `state`.
+      draw: (call, seed) -> numbers [B, T]: training selects the ceil(capacity * T) tokens with the
+        smallest. None: training selects like evaluation.
+      has_causal_limit: admission limits the selected tokens. Without it `select` itself selects at
+        most ceil(capacity * n) of the first n tokens.
+      needs_token_places: `select` reads `Call.token_places`.
+    """
+
+    select: Callable
+    draw: Callable | None = None
+    has_causal_limit: bool = True
+    needs_token_places: bool = False
+
+
+CONTROLS = {
+    "stochastic": Control(stochastic, draw=uniform_numbers),
+    "position": Control(position, has_causal_limit=False),
+    "token_hash": Control(token_hash, needs_token_places=True),
+}
 
 
 class TokenPlacement(nn.Module):
-    """Place the ids of tokens on a line on which each is as long as it is frequent.
+    """Place token ids on a line, with intervals as long as their frequencies.
 
-    Frequencies are counted in training: `share`, in the collection `state`, is the mean over steps
-    of the fraction of each id. Before the first step all are equal. A step counts its tokens after
-    it has used the old counts.
+    `share`, in the collection `state`, is the frequency of each id, a mean over training steps.
+    Before the first step all are equal. A step uses the old frequencies, then adds its tokens.
     """
 
     vocab_size: int
@@ -98,8 +119,8 @@ class TokenPlacement(nn.Module):
         share = self.variable("state", "share", jnp.zeros, (size,), jnp.float32)
         steps = self.variable("state", "steps", jnp.zeros, (), jnp.int32)
         share_V = jnp.where(steps.value > 0, share.value, 1.0 / size)
-        # Sorted by a hash: multiplying by an odd number close to 2^32 / golden ratio gives every id
-        # another key (Knuth, The Art of Computer Programming 3, section 6.4).
+        # Sort by a hash: multiplying by an odd number close to 2^32 / golden ratio gives distinct
+        # keys (Knuth, The Art of Computer Programming 3, section 6.4).
         sorted_V = jnp.argsort(jnp.arange(size, dtype=jnp.uint32) * jnp.uint32(2654435769))
         ends_V = jnp.cumsum(share_V[sorted_V])
         start_V = jnp.zeros(size).at[sorted_V].set(ends_V - share_V[sorted_V], unique_indices=True)

@@ -9,7 +9,7 @@ decision, made from one token alone, is trained to agree with it:
 
 The first two are of Raposo et al. 2024, arXiv 2404.02258, section 3.5; the third is Expert
 Threshold, arXiv 2603.11535. Each is a module that turns tokens and scores into a logit, to be
-compared with 0; a new one is a class and a row of `DECISIONS`.
+compared with 0. A new decision is a class and a row of `DECISIONS`.
 """
 
 from functools import partial
@@ -80,8 +80,8 @@ class Predictor(Decision):
 
     @nn.compact
     def __call__(self, x_BTD, score_BT):
-        # muP: the fan-in of both layers lets them start smaller the wider the model is. The layer
-        # whose number of outputs does not grow with the width starts smaller still.
+        # muP: the fan-in already makes both layers start smaller in a wider model. The layer whose
+        # number of outputs is independent of the width starts smaller still.
         fixed_width = bool(self.config.predictor_hidden)
         scales = (self.router_scale**0.5, 1.0) if fixed_width else (1.0, self.router_scale**0.5)
         hidden = self.hidden(self.config, self.width)
@@ -141,7 +141,7 @@ def sow_decision(module, prefix, selected_BT, admitted_BT, real_BT, topk=None, l
     accuracy, precision, recall: agreement with top-k.
 
     Args:
-      real_BT: the tokens of the sequence. In a recursion more than may be selected.
+      real_BT: the tokens of the sequence; a recursion step may select only some of them.
       topk: (mask of top-k, the tokens that may be selected), or None for a control.
       loss: (name, logits [B, T]), or None for a decision without one.
     """

@@ -7,7 +7,7 @@
 Raposo et al. 2024, arXiv 2404.02258, section 3. Training selects the top k of each sequence, which
 looks ahead. Evaluation and sampling use a causal decision (`decisions`) under a limit that depends
 on the position alone (`selection.admit`). Selected tokens keep their order and their original
-positions, so that attention among them is causal as it is.
+positions, so that causal attention among them needs no other mask.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx import means, sharding
+from efx.layers.block import SkipMLP
 from efx.layers.linear import dot_float32
 from efx.layers.moe import ROUTER_STD
 from efx.layers.norms import RMSNorm
@@ -36,14 +37,12 @@ class MoDBlock(nn.Module):
     Attributes:
       make_block: constructor of the block, a module (x, call, context=None) -> increment.
       capacity: fraction of the sequence that is routed.
-      make_skip_mlp: constructor of the MLP for skipped tokens, x -> increment, or None.
       shared: a block that belongs to a module outside (a recursion's), in place of `make_block`.
     """
 
     make_block: Callable | None
     config: DepthRoutingConfig
     capacity: float
-    make_skip_mlp: Callable | None = None
     shared: nn.Module | None = None
 
     def setup(self):
@@ -63,58 +62,58 @@ class MoDBlock(nn.Module):
             self.norm_router = RMSNorm(b.norm_eps, jnp.float32)
         for name in c.trained_decisions:
             setattr(self, name, DECISIONS[name](c, self.capacity, b.width, b.router_scale))
-        if self.make_skip_mlp is not None:
-            self.skip_mlp = self.make_skip_mlp()
+        if c.skip_mlp:
+            self.skip_mlp = SkipMLP(b, c.skip_mlp)
 
     def _draw_seed(self):
         return jax.random.randint(self.make_rng("params"), (), 0, controls.SEEDS)
 
     def __call__(self, x_BTD, call):
-        return self.route(x_BTD, call)[0]
-
-    def route(self, x_BTD, call):
         """(output [B, T, D], mask [B, T] of the tokens that were computed)."""
-        call, is_parallel = call.for_rows(len(x_BTD)), self.block.config.kind == "parallel"
-        if self.config.target == "block":
+        target, block, call = self.config.target, self.block, call.for_rows(len(x_BTD))
+        if target == "block":
             return self._route(x_BTD, x_BTD, call)
-        if self.config.target == "attention":
+        is_parallel = block.config.kind == "parallel"
+        if target == "attention":
             out_BTD, mask_BT = self._route(x_BTD, x_BTD, call)
             read_BTD = x_BTD if is_parallel else out_BTD
-            return out_BTD + self.block.mlp_increment(read_BTD, call), mask_BT
-        attended_BTD = x_BTD + self.block.attention_increment(x_BTD, call)
+            return out_BTD + block.mlp_increment(read_BTD, call), mask_BT
+        attended_BTD = x_BTD + block.attention_increment(x_BTD, call)
         return self._route(attended_BTD, x_BTD if is_parallel else attended_BTD, call)
 
     def _route(self, start_BTD, x_BTD, call):
-        """(start + gate * part(x) for the selected tokens, their mask)."""
-        c, read_BTD = self.config, x_BTD
+        """(start + gate * part(x) for the selected tokens, their mask); part: the routed part."""
+        c, length, input_BTD = self.config, x_BTD.shape[1], x_BTD
         if c.is_control:
             score_BT = gate_BT = jnp.ones(x_BTD.shape[:2], jnp.float32)
         else:
-            read_BTD = self.norm_router(x_BTD) if c.router_norm == "rms" else x_BTD
-            score_BT = dot_float32(self.router, read_BTD)  # float32, whatever the dtype of x
+            if c.router_norm == "rms":
+                input_BTD = self.norm_router(x_BTD)
+            score_BT = dot_float32(self.router, input_BTD)  # float32, whatever the dtype of x
             gate_BT = GATES[c.gate](score_BT)
             self.sow("intermediates", "router_logits", score_BT)
+        real_BT = call.real(len(x_BTD))
+        valid_BT = real_BT if call.selectable_BT is None else real_BT & call.selectable_BT
+        decision = call.selection if call.selection in c.trained_decisions else c.causal
         if call.decode:
-            selected_BT, count_BT = self._select_new(read_BTD, score_BT, call)
+            selected_BT, count_BT = self._select_new(decision, input_BTD, score_BT, valid_BT, call)
         else:
-            selected_BT = self._select(read_BTD, score_BT, call)
+            selected_BT = self._select(decision, input_BTD, score_BT, valid_BT, call)
             count_BT = selection.running_count(selected_BT, call.segment_ids_BT)
-        if self.make_skip_mlp is not None:
-            start_BTD = start_BTD + jnp.where(selected_BT[..., None], 0, self.skip_mlp(x_BTD))
-        compute, inner = self._compute_new, call.replace(count_BT=count_BT)
-        if not call.decode:
-            compute = self._compute
             sow_choice(self, "routed", selected_BT, call)
             if not c.is_control:
                 sow_choice(self, "gate", jnp.where(selected_BT, gate_BT, 0.0), call)
-        return compute(start_BTD, x_BTD, gate_BT, selected_BT, inner), selected_BT
-
-    def _compute(self, start_BTD, x_BTD, gate_BT, selected_BT, call):
-        slots = self.config.slots(self.capacity, x_BTD.shape[1], call.selection)
+        if c.skip_mlp:
+            start_BTD = start_BTD + jnp.where(selected_BT[..., None], 0, self.skip_mlp(x_BTD))
+        call = call.replace(count_BT=count_BT)
+        if call.decode:
+            return self._compute_new(start_BTD, x_BTD, gate_BT, selected_BT, call), selected_BT
+        slots = c.slots(self.capacity, length, call.selection)
         index_BC = selection.compact(selected_BT, slots)
-        context = (x_BTD, call, index_BC) if self.config.kv_for_skipped else None
+        context = (x_BTD, call, index_BC) if c.kv_for_skipped else None
         part, routed = self._part_of(self.block), call.take(index_BC)
-        return _add_gated(part, start_BTD, index_BC, x_BTD, gate_BT, routed, context)
+        out_BTD = _add_gated(part, start_BTD, index_BC, x_BTD, gate_BT, routed, context)
+        return out_BTD, selected_BT
 
     def _part_of(self, block):
         target = self.config.target
@@ -122,17 +121,22 @@ class MoDBlock(nn.Module):
 
     # ---- selection ----
 
-    def _select(self, x_BTD, score_BT, call):
-        """Mask of the tokens of whole sequences that are computed."""
+    def _select(self, decision, x_BTD, score_BT, valid_BT, call):
+        """Mask of the tokens of whole sequences that are computed.
+
+        `eligible_BT`: the tokens that a decision selects, before the causal limit.
+
+        Args:
+          decision: name of the causal decision that applies unless `call` requests top-k.
+          valid_BT: the tokens that may be selected.
+        """
         c, real_BT = self.config, call.real(len(x_BTD))
-        valid_BT = real_BT if call.selectable_BT is None else real_BT & call.selectable_BT
         if call.selection == "off":
             return jnp.zeros_like(valid_BT)
         if c.is_control:
             return self._select_by_control(valid_BT, real_BT, call)
         scores, documents = jax.lax.stop_gradient(score_BT), call.segment_ids_BT
         topk_BT = selection.select_topk(scores, self.capacity, valid_BT, documents)
-        deciding = call.selection if call.selection in c.trained_decisions else c.causal
         admitted = {}
         for name in c.trained_decisions:
             logit_BT = getattr(self, name)(x_BTD, score_BT)
@@ -146,11 +150,11 @@ class MoDBlock(nn.Module):
                     self, prefix, eligible_BT, admitted[name], real_BT,
                     topk=(topk_BT, valid_BT), loss=loss and (loss, logit_BT),
                 )  # fmt: skip
-            if name == deciding:
+            if name == decision:
                 sow_choice(self, "score", logit_BT, call)
                 sow_choice(self, "selected", eligible_BT, call)
         if not call.looks_ahead:
-            return admitted[deciding]
+            return admitted[decision]
         selected_BT = topk_BT
         if call.selection == "train" and c.train_selection == "threshold":
             is_warm = self.threshold.steps.value >= c.threshold_warmup
@@ -161,13 +165,13 @@ class MoDBlock(nn.Module):
         return selected_BT
 
     def _select_by_control(self, valid_BT, real_BT, call):
-        name, capacity, seed = self.config.train_selection, self.capacity, self.seed.value
-        if name == "stochastic" and call.looks_ahead:
-            scores, documents = -controls.uniform_scores(call, seed), call.segment_ids_BT
-            eligible_BT = selection.select_topk(scores, capacity, valid_BT, documents)
+        control, seed = self.config.control, self.seed.value
+        if control.draw is not None and call.looks_ahead:
+            scores_BT, documents = -control.draw(call, seed), call.segment_ids_BT
+            eligible_BT = selection.select_topk(scores_BT, self.capacity, valid_BT, documents)
             admitted_BT = eligible_BT
         else:
-            eligible_BT = controls.CONTROLS[name](call, seed, capacity) & valid_BT
+            eligible_BT = control.select(call, seed, self.capacity) & valid_BT
             admitted_BT = self._admit(eligible_BT, call)
         sow_choice(self, "selected", eligible_BT, call)
         if means.wanted(self):
@@ -175,41 +179,37 @@ class MoDBlock(nn.Module):
         return admitted_BT
 
     def _admit(self, eligible_BT, call):
-        slots = self.config.slots(self.capacity, eligible_BT.shape[1], "causal")
-        if self.config.train_selection != "position":
-            eligible_BT = selection.admit(eligible_BT, self.config.causal_rate(self.capacity), call)
-        # Only a packed row of many documents has more tokens than slots.
-        return eligible_BT & (jnp.cumsum(eligible_BT, axis=1) <= slots)
+        c, length = self.config, eligible_BT.shape[1]
+        rate, slots = c.causal_rate(self.capacity), c.slots(self.capacity, length, "causal")
+        return selection.admit(eligible_BT, rate, call, slots=slots)
 
     # ---- decoding: the same decision and limit for new tokens ----
 
     @nn.compact
-    def _select_new(self, x_BTD, score_BT, call):
-        """(mask of the new tokens that are computed, their count in the sequence so far)."""
+    def _select_new(self, decision, x_BTD, score_BT, valid_BT, call):
+        """(mask of the new tokens that are computed, their count in the sequence so far).
+
+        Arguments as of `_select`.
+        """
         c = self.config
-        real_BT = call.positions_BT >= 0
         if call.selection == "off":
-            selected_BT = jnp.zeros_like(real_BT)
+            eligible_BT = jnp.zeros_like(valid_BT)
         elif c.is_control:
-            selected_BT = controls.CONTROLS[c.train_selection](call, self.seed.value, self.capacity)
+            eligible_BT = c.control.select(call, self.seed.value, self.capacity) & valid_BT
         else:
-            name = call.selection if call.selection in c.trained_decisions else c.causal
-            selected_BT = getattr(self, name)(x_BTD, score_BT) > 0
-        selected_BT = selected_BT & real_BT
-        if call.selectable_BT is not None:
-            selected_BT = selected_BT & call.selectable_BT
-        admission.count_tokens(self, "reached", real_BT, call)
-        rate = 1.0 if c.train_selection == "position" else c.causal_rate(self.capacity)
+            eligible_BT = (getattr(self, decision)(x_BTD, score_BT) > 0) & valid_BT
+        admission.count_tokens(self, "reached", call.real(len(x_BTD)), call)
+        rate, names = c.causal_rate(self.capacity), ("routed", "overflow")
         mask_BT, before_B = admission.admit_new_tokens(
-            self, selected_BT, rate, call.with_cache(tag=""), ("routed", "overflow")
+            self, eligible_BT, rate, call.with_cache(tag=""), names
         )
         return mask_BT, before_B[:, None] + selection.running_count(mask_BT)
 
     def _compute_new(self, start_BTD, x_BTD, gate_BT, selected_BT, call):
-        """`_compute` for new tokens, whose cache holds the keys and values of routed tokens only.
+        """start + gate * part(x) for the selected new tokens.
 
-        Tokens are computed in rounds (`selection.in_rounds`): usually one, none if no token is
-        selected. The result is that of one token after another.
+        The KV cache of the block holds selected tokens only. They are computed in rounds
+        (`selection.in_rounds`): usually one, none without selected tokens.
         """
         c, (batch, length, _) = self.config, x_BTD.shape
         inner = call.replace(selectable_BT=None, token_places=None).with_cache(
@@ -254,11 +254,10 @@ class MoDBlock(nn.Module):
         )
 
     def _write_keys_values(self, x_BTD, selected_BT, call):
-        """Cache the keys and values that do not depend on whether a token is computed; returns the
-        call for the computed tokens."""
+        """Cache the keys and values of all tokens, or of the skipped ones if those of the others
+        depend on the block's output. Returns the call for the selected tokens."""
         writing = call.with_cache(access="write")
         if self.block.kv_depends_on_block_output:
-            # Computed tokens write theirs as they are computed.
             skipped_BT = jnp.where(selected_BT, -1, call.positions_BT)
             writing = writing.replace(positions_BT=skipped_BT)
         self._part_of(self.block)(x_BTD, writing)

@@ -41,10 +41,6 @@ class RoutingVariable(NamedTuple):
         return (_BLOCK if self.in_block else "") + f"{self.name}(?:/.*)?"
 
 
-def _has_predictor(c):
-    return "predictor" in c.trained_decisions
-
-
 def _has_threshold(c):
     return "threshold" in c.trained_decisions
 
@@ -60,7 +56,8 @@ TABLE = (
         exists=lambda c: c.router_norm == "rms" and not c.is_control,
     ),
     RoutingVariable(
-        "predictor", "params", "causal", _has_predictor, lambda c: c.causal == "predictor"
+        "predictor", "params", "causal", exists=lambda c: "predictor" in c.trained_decisions,
+        exported=lambda c: c.causal == "predictor",
     ),
     RoutingVariable("skip_mlp", "params", "skip_mlp", exists=lambda c: c.skip_mlp > 0),
     RoutingVariable(

@@ -6,13 +6,11 @@ among those of step r - 1. A step that computes all tokens has no router.
 """
 
 import dataclasses
-from functools import partial
 from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx.layers.block import SkipMLP
 from efx.routing import selection
 from efx.routing.config import DepthRoutingConfig
 from efx.routing.mod import MoDBlock
@@ -21,7 +19,7 @@ from efx.sharding import constrain
 
 @dataclasses.dataclass(frozen=True)
 class RecursionStep:
-    """A pass through the blocks that all steps share; see also `stack.LayerSpec`.
+    """One pass through the shared blocks; see also `stack.LayerSpec`.
 
     Attributes:
       number: of the step, from 0.
@@ -66,16 +64,13 @@ class RecursionStep:
         call = call.with_cache(tag=self.name)  # every step has caches of its own
         if self.routing is None:
             return shared.run(x_BTD, call), None
-        skip_mlp = None
-        if self.routing.skip_mlp:
-            skip_mlp = partial(SkipMLP, self.blocks[0], self.routing.skip_mlp)
-        step = MoDBlock(None, self.routing, self.capacity, skip_mlp, shared=shared, name=self.name)
-        x_BTD, selected_BT = step.route(x_BTD, call)
+        step = MoDBlock(None, self.routing, self.capacity, shared=shared, name=self.name)
+        x_BTD, selected_BT = step(x_BTD, call)
         return constrain(x_BTD, "batch", "length", "act_embed"), selected_BT
 
 
 class SharedBlocks(nn.Module):
-    """Layers of the stack as one block: x -> increment of all of them together."""
+    """Layers of the stack as one block: x -> the sum of their increments."""
 
     layers: tuple[nn.Module, ...]
 
@@ -90,7 +85,7 @@ class SharedBlocks(nn.Module):
         for layer in self.layers:
             x_BTD = layer(x_BTD, call, context)
             if context is not None:
-                # The next layer attends to the new states of computed tokens, to the old of others.
+                # The next layer attends to the new states of computed tokens, old ones of others.
                 states_BSD, all_call, index_BC = context
                 context = selection.put(states_BSD, index_BC, x_BTD), all_call, index_BC
         return x_BTD

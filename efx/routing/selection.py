@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from efx import sharding
 
-# A causal limit allows this many tokens more, so that the beginning of a sequence does not starve.
+# Added to the causal limit, so that the first tokens of a sequence are not all refused.
 HEADROOM = 4
 # Name of selections in `jax.checkpoint` policies: they are kept, because a recomputed top-k may
 # select other tokens, and costs a sort.
@@ -52,23 +52,21 @@ def causal_limit(xp, rate, count):
 # ---- which tokens ------------------------------------------------------------------------------
 
 
-def select_topk(scores_BT, rate, valid_BT=None, segment_ids_BT=None):
+def select_topk(scores_BT, rate, valid_BT, segment_ids_BT=None):
     """Mask of the ceil(rate * T) largest scores of each row. Looks ahead: not causal.
 
     Of equal scores the earlier are selected. Only valid tokens are. In a packed row each document
-    gets its part of the slots, by its length and place in the row.
+    gets slots in proportion to its length.
     """
     if segment_ids_BT is not None:
         return _select_topk_per_document(scores_BT, rate, valid_BT, segment_ids_BT)
     slots = num_slots(rate, scores_BT.shape[1])
-    if valid_BT is not None:
-        scores_BT = jnp.where(valid_BT, scores_BT, -jnp.inf)
+    scores_BT = jnp.where(valid_BT, scores_BT, -jnp.inf)
     kth_B1 = largest(scores_BT, slots)[:, -1:]
     above_BT, tied_BT = scores_BT > kth_B1, scores_BT == kth_B1
     free_B1 = slots - jnp.sum(above_BT, axis=1, keepdims=True)
     selected_BT = above_BT | (tied_BT & (jnp.cumsum(tied_BT, axis=1) <= free_B1))
-    selected_BT = selected_BT if valid_BT is None else selected_BT & valid_BT
-    return checkpoint_name(selected_BT, SELECTION)
+    return checkpoint_name(selected_BT & valid_BT, SELECTION)
 
 
 def largest(scores_BT, count):
@@ -79,27 +77,24 @@ def largest(scores_BT, count):
     return jnp.sort(scores_BT, axis=1, descending=True)[:, :count]
 
 
-def topk_threshold(scores_BT, rate, valid_BT=None, tokens_B=None):
-    """Scores above this one are the top k = ceil(rate * n) of a row of n tokens: the mean over
-    tokens of the midpoint between the k-th largest score of their row and the next, a scalar; nan
-    without valid tokens.
+def topk_threshold(scores_BT, rate, valid_BT, tokens_B):
+    """Threshold that about k = ceil(rate * n) scores of a row of n tokens exceed.
+
+    The midpoint between the k-th largest score of a row and the next, averaged over rows weighted
+    by n; nan without valid tokens.
 
     Args:
-      tokens_B: n, without padding; None: T.
+      tokens_B: n, without padding.
     """
     slots = num_slots(rate, scores_BT.shape[1])
     if slots == scores_BT.shape[1]:
         return jnp.min(scores_BT) - 1.0
-    if valid_BT is not None:
-        scores_BT = jnp.where(valid_BT, scores_BT, -jnp.inf)
-    largest_BC = largest(scores_BT, slots + 1)
-    kth_B, next_B = largest_BC[:, -2], largest_BC[:, -1]
-    if tokens_B is not None:
-        k_B1 = jnp.clip(causal_limit(jnp, rate, tokens_B).astype(jnp.int32), 1, slots)[:, None]
-        kth_B = jnp.take_along_axis(largest_BC, k_B1 - 1, axis=1)[:, 0]
-        next_B = jnp.take_along_axis(largest_BC, k_B1, axis=1)[:, 0]
+    largest_BC = largest(jnp.where(valid_BT, scores_BT, -jnp.inf), slots + 1)
+    k_B1 = jnp.clip(causal_limit(jnp, rate, tokens_B).astype(jnp.int32), 1, slots)[:, None]
+    kth_B = jnp.take_along_axis(largest_BC, k_B1 - 1, axis=1)[:, 0]
+    next_B = jnp.take_along_axis(largest_BC, k_B1, axis=1)[:, 0]
     next_B = jnp.where(jnp.isfinite(next_B), next_B, kth_B - 1.0)  # all valid tokens are selected
-    weight_B = jnp.isfinite(kth_B) * (1 if tokens_B is None else tokens_B)
+    weight_B = jnp.isfinite(kth_B) * tokens_B
     middle_B = jnp.where(weight_B > 0, 0.5 * (kth_B + next_B), 0.0)
     return jnp.sum(weight_B * middle_B) / jnp.sum(weight_B)
 
@@ -112,14 +107,14 @@ def _select_topk_per_document(scores_BT, rate, valid_BT, segment_ids_BT):
     last_BT = jnp.roll(begins_BT, -1, axis=1).at[:, -1].set(True)
     stop_BT = jax.lax.cummin(jnp.where(last_BT, place_T + 1, length), axis=1, reverse=True)
     # By document, then by falling score; the sort is stable, so of equals the earlier comes first.
-    valid_BT = segment_ids_BT > 0 if valid_BT is None else valid_BT
     order_BT = jnp.lexsort((jnp.where(valid_BT, -scores_BT, jnp.inf), start_BT), axis=1)
     rank_BT = jax.vmap(
         lambda order: jnp.zeros_like(place_T).at[order].set(place_T, unique_indices=True)
     )(order_BT)
-    shares = np.ceil(np.round(rate * np.arange(length + 1), 6)).astype(np.int32)
-    shares = jnp.minimum(jnp.asarray(shares), length)
-    quota_BT = shares[stop_BT] - shares[start_BT]
+    # A document on [start, stop) gets the slots of the first `stop` places less those before it.
+    slots = np.ceil(np.round(rate * np.arange(length + 1), 6)).astype(np.int32)
+    slots = jnp.minimum(jnp.asarray(slots), length)
+    quota_BT = slots[stop_BT] - slots[start_BT]
     return checkpoint_name(valid_BT & (rank_BT - start_BT < quota_BT), SELECTION)
 
 
@@ -139,7 +134,7 @@ def running_count(selected_BT, segment_ids_BT=None):
     return count_BT - jax.lax.cummax(before_BT, axis=1)
 
 
-def admit(selected_BT, rate, call, admitted_B=None):
+def admit(selected_BT, rate, call, admitted_B=None, slots=None):
     """Mask of the selected tokens that fit under the causal limit, the earlier first.
 
     Of the first n tokens of a document at most ceil(rate * n) + HEADROOM are admitted (in packed
@@ -149,12 +144,21 @@ def admit(selected_BT, rate, call, admitted_B=None):
 
     Args:
       selected_BT: bool [B, T], or [B, T, E] with a limit for each of E experts.
-      call: `Call` of these tokens; its `counts` are n.
+      call: `Call` of these tokens; `count_BT`, or the position + 1, is n.
       admitted_B: int [B] or [B, E], the number of earlier tokens that were admitted (decoding).
+      slots: the most tokens of a row, or None. Only a packed row of many documents has more.
     """
-    if rate >= 1:
-        return selected_BT
-    count_BT = call.counts(len(selected_BT))
+    admitted_BT = selected_BT
+    if rate < 1:
+        admitted_BT = selected_BT & _is_below_limit(selected_BT, rate, call, admitted_B)
+    if slots is None:
+        return admitted_BT
+    return admitted_BT & (jnp.cumsum(admitted_BT, axis=1) <= slots)
+
+
+def _is_below_limit(selected_BT, rate, call, admitted_B):
+    """Mask in which the selected tokens are those that the limit of `admit` admits."""
+    count_BT = call.positions_BT + 1 if call.count_BT is None else call.count_BT
     headroom = HEADROOM if call.segment_ids_BT is None else 0
     limit_BT = causal_limit(jnp, rate, count_BT).astype(jnp.int32) + headroom
     limit_BT = limit_BT.reshape(*limit_BT.shape, *(1,) * (selected_BT.ndim - 2))
@@ -170,7 +174,7 @@ def admit(selected_BT, rate, call, admitted_B=None):
         offset_BT = offset_BT.reshape(*offset_BT.shape, *(1,) * (selected_BT.ndim - 2))
     refused_BT = jax.lax.cummax(excess_BT + offset_BT, axis=1)
     before_BT = jnp.pad(refused_BT[:, :-1], ((0, 0), (1, 0)) + ((0, 0),) * (excess_BT.ndim - 2))
-    return selected_BT & (refused_BT == jnp.maximum(before_BT, offset_BT))
+    return refused_BT == jnp.maximum(before_BT, offset_BT)
 
 
 # ---- gather and scatter ------------------------------------------------------------------------
@@ -222,7 +226,7 @@ def weighted(y, weight):
 
 
 def distinct(index, size):
-    """The indices [..., C] with those out of range (`size` and more) made different."""
+    """The indices [..., C], with those out of range (`size` and more) replaced by distinct ones."""
     unused = size + jnp.arange(index.shape[-1], dtype=index.dtype)
     return jnp.where(index < size, index, unused)
 
@@ -230,9 +234,9 @@ def distinct(index, size):
 def in_rounds(module, selected_BT, slots, start, body, carries=False):
     """Let `body` compute all selected tokens, `slots` of each row at a time.
 
-    A loop, because the number of selected tokens is not known when a program is compiled: without
-    selected tokens nothing runs, and usually one round is enough. (XLA updates the carry of a loop
-    in place, but copies the caches that a conditional returns.) No reverse mode: for inference.
+    A loop, because the number of selected tokens is unknown at compile time: without selected
+    tokens nothing runs, and usually one round is enough. (XLA updates the carry of a loop in place,
+    but copies the caches that a conditional returns.) For inference: no reverse mode.
 
     Args:
       module: the module that computes, initialised elsewhere.

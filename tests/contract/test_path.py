@@ -23,7 +23,7 @@ LENGTH = 16
 #   sharding                         no effect on one device
 #   means, report                    losses and statistics; not in decoding
 #   admission, kv_cache              decoding alone
-BUDGETS = {"training": (17, 106), "evaluation": (17, 106), "decoding": (17, 95)}
+BUDGETS = {"training": (16, 89), "evaluation": (16, 90), "decoding": (16, 85)}
 CALLS = {
     "training": dict(train=True, selection="train"),
     "evaluation": dict(selection="causal"),

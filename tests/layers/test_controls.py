@@ -72,7 +72,7 @@ def test_a_control_has_neither_router_nor_gate(name):
     routing = model.specs()[0].routing
     assert "router" not in variables["params"]["layers"]["block_0"]
     assert model.ledger(8).nominal["router"] == 0
-    assert routing.trained_decisions == () and not routing.looks_ahead
+    assert routing.trained_decisions == ()
 
 
 def test_every_block_draws_its_seed_when_the_model_is_made():
@@ -184,6 +184,10 @@ def test_spaced_positions_are_a_function_of_position():
     trained, tokens_BT = model.clone(selection="train"), families.tokens(seed=1, batch=3, length=13)
     for part_BT in selected(trained, variables, tokens_BT, None):
         np.testing.assert_array_equal(part_BT, expected_BT[:, :13])
+    # It needs no more slots: its positions are within the capacity.
+    routing = model.specs()[0].routing
+    slots = {routing.slots(0.25, families.LENGTH, name) for name in ("train", "causal")}
+    assert slots == {families.LENGTH // 4} and routing.causal_rate(0.25) == 1.0
     chosen = {
         capacity: np.flatnonzero(controls.position(Call(np.arange(16)[None]), None, capacity))
         for capacity in (1e-30, 0.125, 0.375, 1.0)

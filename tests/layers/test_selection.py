@@ -75,7 +75,7 @@ admit = jax.jit(selection.admit, static_argnums=1)
 def test_topk_is_a_stable_sort(scores_BT, valid_BT, rate):
     """Of equal scores the earlier; only valid tokens."""
     slots = selection.num_slots(rate, T)
-    whole_BT, part_BT = topk(scores_BT, rate), topk(scores_BT, rate, valid_BT)
+    whole_BT, part_BT = (topk(scores_BT, rate, mask) for mask in (scores_BT > -9, valid_BT))
     for b in range(2):
         np.testing.assert_array_equal(whole_BT[b], np_topk(scores_BT[b], slots))
         np.testing.assert_array_equal(part_BT[b], np_topk(scores_BT[b], slots, valid_BT[b]))
@@ -108,9 +108,10 @@ def test_threshold_lies_between_the_kth_score_and_the_next(scores_BT, valid_BT, 
         falling = np.sort(score_T[valid_T])[::-1]
         falling = np.append(falling, falling[-1:] - 1)
         middles += [falling[slots - 1 : slots + 1].mean()] if len(falling) > slots else []
-    got = selection.topk_threshold(scores_BT, rate, valid_BT)
+    tokens_B = np.full(2, T)
+    got = selection.topk_threshold(scores_BT, rate, valid_BT, tokens_B)
     np.testing.assert_allclose(got, np.mean(middles) if middles else np.nan, rtol=1e-6)
-    assert np.all(scores_BT > selection.topk_threshold(scores_BT, 1.0))
+    assert np.all(scores_BT > selection.topk_threshold(scores_BT, 1.0, valid_BT, tokens_B))
 
 
 @by_hypothesis
@@ -137,7 +138,8 @@ def test_admission_is_one_token_after_another(selected_BT, rate, admitted, befor
 @by_hypothesis
 @given(masks, packed_rows(), rates)
 def test_admission_in_packed_rows_counts_each_document(selected_BT, rows, rate):
-    """Without headroom, so that few documents never need more slots than the row has."""
+    """Without headroom, so that few documents never need more slots than the row has; of many the
+    first tokens get the slots."""
     positions_BT, segments_BT = rows
     selected_BT = selected_BT & (segments_BT > 0)
     got_BT = np.asarray(admit(selected_BT, rate, Call(positions_BT, segments_BT)))
@@ -150,6 +152,10 @@ def test_admission_in_packed_rows_counts_each_document(selected_BT, rows, rate):
             np.testing.assert_array_equal(got_BT[b, inside], expected)
         if len(np.unique(segments_BT[b])) <= selection.HEADROOM + 1:
             assert got_BT[b].sum() <= selection.num_causal_slots(rate, T)
+    for most_rate in (rate, 1.0):
+        call = Call(positions_BT, segments_BT)
+        every_BT, first_BT = (admit(selected_BT, most_rate, call, slots=s) for s in (None, 2))
+        np.testing.assert_array_equal(first_BT, every_BT & (np.cumsum(every_BT, axis=1) <= 2))
 
 
 @by_hypothesis
@@ -198,7 +204,7 @@ def test_gathered_calls_keep_positions_documents_and_counts():
     got = call.take(np.array([[2, 3], [1, 5]]))
     np.testing.assert_array_equal(got.positions_BT, [[2, 0], [1, -1]])
     np.testing.assert_array_equal(got.segment_ids_BT, [[1, 2], [3, 0]])
-    np.testing.assert_array_equal(got.counts(2), [[2, 1], [2, 0]])
+    np.testing.assert_array_equal(got.count_BT, [[2, 1], [2, 0]])
     assert got.has_gaps and not call.has_gaps
 
 

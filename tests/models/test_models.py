@@ -204,3 +204,12 @@ def test_logits_are_float32_products_and_their_gradients_bfloat16_ones(name):
             products.append(tuple(array.dtype.name for array in arrays))
     half = "bfloat16"
     assert sorted(products) == [(half, half, half)] * 2 + [(half, half, "float32")]
+
+
+def test_a_batch_is_applied_with_its_positions_and_documents():
+    model, names = families.build("llama"), ("inputs", "positions", "segment_ids")
+    packed = dict(zip(names, np.arange(3), strict=True)) | {"targets": 9}
+    got = model.apply_to_batch({}, packed, method=lambda model, *arguments: arguments)
+    assert got == (0, 1, 2)
+    got = model.apply_to_batch({}, {"inputs": 0}, method=lambda model, *arguments: arguments)
+    assert got == (0, None, None)

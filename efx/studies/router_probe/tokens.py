@@ -121,11 +121,9 @@ def passes(model, variables, batches, selection, routed, seed):
 
     @jax.jit
     def run(variables, batch, index):
-        x_BTD, sown = model.apply(
+        x_BTD, sown = model.apply_to_batch(
             variables,
-            batch["inputs"],
-            batch.get("positions"),
-            batch.get("segment_ids"),
+            batch,
             method="features",
             rngs=evaluation_keys(seed, index),
             mutable=[CHOICES, "intermediates"],
