@@ -109,7 +109,7 @@ FAULTS = [
      "jax.lax.stop_gradient(hard) + (m - jax.lax.stop_gradient(m))", "jax.lax.stop_gradient(hard)",
      "layers/test_learned_dropout.py"),
     ("latents: early tokens read their own group", MODELS + "latent.py",
-     "repeat_latents(z_BMPD[:, :-1], early", "repeat_latents(z_BMPD[:, 1:], early",
+     "repeat_latents(z_BMPD[:, :-1], num_early", "repeat_latents(z_BMPD[:, 1:], num_early",
      "models/test_latent.py"),
     ("latents: targets get a gradient", MODELS + "latent.py",
      "if not c.target_gradient:", "if c.target_gradient:", "models/test_latent_loss.py"),

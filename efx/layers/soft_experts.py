@@ -13,7 +13,6 @@ of arrays, logical axis "expert".
 """
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -182,8 +181,7 @@ class SoftBlock(Block):
         kv_heads = kv_heads if soft.shared_kv else kv_heads * soft.num
         attention = dataclasses.replace(c.attention, num_heads=heads, num_kv_heads=kv_heads)
         fields = dict(channels=soft.num, shared_kv=soft.shared_kv, tied=soft.tied)
-        kind = partial(ChannelAttention, **fields)
-        self.attention = make_attention(c, kind=kind, config=attention)
+        self.attention = make_attention(c, kind=ChannelAttention, config=attention, **fields)
         self.norm_attention = make_norm(c)
         self.dropout_attention_output = _make_dropout(c, "attention_output")
         self.mlp, self.norm_mlp = SoftMLP(c), make_norm(c)
@@ -207,7 +205,7 @@ class SoftBlock(Block):
 
 
 def _make_dropout(c, site):
-    """A dropout for all channels, or a learned mask for each."""
+    """One dropout for all channels, or a list of learned masks, one for each."""
     if c.dropout.learned and c.dropout.active(site):
         return [make_dropout(c, site) for _ in range(c.soft.num)]
     return make_dropout(c, site)

@@ -62,6 +62,7 @@ class BridgedConfig:
         return (("anchor", self.anchor), *(("augment", run) for run in self.augment))
 
     def resolved(self):
+        """Raise UsageError without a model to read; there are no defaults to fill in."""
         if not self.augment:
             raise UsageError("config.model.augment=(): needs the run folder of at least one model")
         return self
@@ -117,7 +118,7 @@ class Bridged(LanguageModel):
                 "config.model.augment"
             )
         _check_members(config, members)
-        # MLPs that skip closed tokens compute the same, but have no gradient, which bridges need.
+        # MLPs that skip tokens whose mask is 0 have no gradient, which bridges need.
         settings = {"dropout.attention.skip_tile": 0}
         anchor, *augment = (m.clone(config=replaced(m.config, settings)) for m in members)
         return cls(config, vocab_size, dtype, anchor_model=anchor, augment_models=tuple(augment))
@@ -173,7 +174,7 @@ class Bridged(LanguageModel):
         return [outputs[layer] for layer in self._bridged_layers(model)]
 
     def _bridged_layers(self, model):
-        """The numbers of the layers that bridges connect, evenly spaced, the last included."""
+        """Indices of the layers that bridges connect, evenly spaced, the last included."""
         pairs, depth = self.config.pairs, len(model.specs())
         return [math.ceil((k + 1) * depth / pairs) - 1 for k in range(pairs)]
 
@@ -194,14 +195,15 @@ class Bridged(LanguageModel):
 
     @nn.nowrap
     def specs(self):
-        """No layers: those of the members are the members' own."""
+        """None: the layers belong to the members."""
         return ()
 
     @nn.nowrap
     def ledger(self, length, selection="train", shares=None):
         """Nominal FLOPs of one sequence, members as in evaluation.
 
-        Training costs less than three times as much: frozen parameters need no gradients."""
+        Training costs less than three times as much: frozen parameters need no gradients.
+        """
         c, width = self.config, self.anchor_model.config.width
         pairs = flops.causal_pairs(length, c.window)
         parts = [self.anchor_model.ledger(length, "causal").nominal]
@@ -215,8 +217,12 @@ class Bridged(LanguageModel):
 
 
 def intercept_layers(model_path, replace_output):
-    """Context manager in which the output h [B, T, D] of each layer of the model at this path
-    becomes replace_output(number of the layer, h, its `Call`)."""
+    """Context manager that replaces the output h [B, T, D] of each layer of a model.
+
+    Args:
+      model_path: keys of the model's path.
+      replace_output: (index of the layer, h, its `Call`) -> the new h.
+    """
     pattern = re.compile("/".join((*model_path, "layers", r"block_(\d+)")))
     is_inside = False
 
@@ -230,9 +236,10 @@ def intercept_layers(model_path, replace_output):
         out = next_fun(*args, **kwargs)
         is_inside = False
         call = next(value for value in args if isinstance(value, Call))
-        *encoder, h_BTD = out if isinstance(out, tuple) else (out,)  # one stream or two
-        h_BTD = replace_output(int(layer[1]), h_BTD, call)
-        return (*encoder, h_BTD) if encoder else h_BTD
+        if not isinstance(out, tuple):
+            return replace_output(int(layer[1]), out, call)
+        encoder_BTD, h_BTD = out  # of an encoder-decoder
+        return encoder_BTD, replace_output(int(layer[1]), h_BTD, call)
 
     return nn.intercept_methods(intercept)
 

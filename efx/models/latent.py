@@ -15,17 +15,17 @@ Related: Hourglass (Nawrot et al. 2021, arXiv 2110.13711), Hierarchical Perceive
 2022, arXiv 2202.10890), Mirasol (Piergiovanni et al. 2023, arXiv 2311.05698).
 
 Axes: M groups, P latents of a group, S latents of a row (M P; decoding: the new ones), D width.
+Positions, documents and caches of the latents: `latent_calls.py`. FLOPs: `latent_costs.py`.
 """
 
 import dataclasses
 import itertools
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from flax import struct
 
 from efx import flops, means
 from efx.errors import UsageError
@@ -39,7 +39,6 @@ from efx.layers.block import (
     norm_output,
     with_dropout,
 )
-from efx.layers.call import Call
 from efx.layers.config import (
     AttentionConfig,
     DenseFormerConfig,
@@ -47,12 +46,19 @@ from efx.layers.config import (
     MuPConfig,
     SoftExpertsConfig,
 )
-from efx.layers.kv_cache import ALL_GROUPS
 from efx.layers.linear import Embedding, Linear, broadcast
 from efx.layers.stack import REMAT_POLICIES, LayerSpec, Stack, layer_specs
+from efx.models import latent_costs
 from efx.models.config import ModelConfig, check_stack
 from efx.models.language_model import LanguageModel
-from efx.routing import selection
+from efx.models.latent_calls import (
+    indices,
+    level_calls,
+    prepend,
+    rows_at,
+    run_layers,
+    with_mask_input,
+)
 from efx.settings import Count, NonNegative, Pieces, PiecesOrNone, Places, block
 from efx.sharding import constrain, parameter
 
@@ -76,7 +82,8 @@ class LatentConfig(ModelConfig):
 
     `width` (of the last level), `depth`, `attention`, `mlp`, depth routing, soft experts and
     averages are those of the latent stack. `attention.window` counts latents: of the row in the
-    stack and global blocks, of the group elsewhere. Learned dropout is in every level."""
+    stack and global blocks, of the group elsewhere. Learned dropout is in every level.
+    """
 
     family: Literal["latent"] = "latent"
     attention: AttentionConfig = AttentionConfig(qk_norm="width")
@@ -97,8 +104,8 @@ class LatentConfig(ModelConfig):
     block_order: Literal["interleaved", "sequence"] = "interleaved"  # "sequence": local ones first
     upsampling: Literal["repeat", "attention"] = "repeat"
     upsampling_norm: bool = True  # norms and output matrix in that attention; published: False
-    # Early positions of a group repeat the latents of the group before: "tile": all of them again
-    # and again; "in_place": each several times in a row.
+    # Early positions of a group repeat the latents a, b of the group before. "tile": a b a b;
+    # "in_place": a a b b.
     repeat: Literal["tile", "in_place"] = "tile"
     skip: Literal["sum", "lerp"] = "sum"  # "lerp": a skip + (1 - a) x with learned a [D]
     skip_joins: Literal["after", "before"] = "after"  # the blocks of a decoder level
@@ -122,12 +129,12 @@ class LatentConfig(ModelConfig):
     def resolved(self):
         """Fill in all defaults; raise UsageError if the settings do not fit together."""
         levels, has_rope = len(self.latents), self.positions in ("rope", "both")
-        numbers = {name: getattr(self, name) for name in BLOCK_COUNTS}
+        counts = {name: getattr(self, name) for name in BLOCK_COUNTS}
         result = dataclasses.replace(
             self,
             attention=self.attention.resolved(self.width, has_rope, self.mup, self.use_bias),
             mlp=self.mlp.resolved(self.depth, "gelu"),
-            **{name: n if isinstance(n, tuple) else (n,) * levels for name, n in numbers.items()},
+            **{name: n if isinstance(n, tuple) else (n,) * levels for name, n in counts.items()},
         )
         result.dropout.resolved(self.width, result.attention.num_heads)
         result._check_levels(levels)
@@ -191,8 +198,14 @@ class LatentConfig(ModelConfig):
         """M of a row of `length` tokens."""
         return -(-length // self.group_size)
 
-    def row_length(self, level, length):
-        """Latents and memory tokens of a level in a row of `length` tokens."""
+    def sequence_length(self, kind, level, length):
+        """Memory tokens and latents of a sequence of blocks, in a row of `length` tokens.
+
+        Args:
+          kind: "local" (a group) or "global" (a row).
+        """
+        if kind == "local":
+            return self.memory_local + self.sizes[level]
         return self.memory_global + self.num_groups(length) * self.sizes[level]
 
     def block_runs(self, side, level):
@@ -211,7 +224,7 @@ class LatentConfig(ModelConfig):
     def stack_block(self, dtype):
         """`BlockConfig` of a block of the latent stack, without experts."""
         level = len(self.latents)
-        return self._block(level, dtype, self.row_length(level, self.context))
+        return self._block(level, dtype, self.sequence_length("global", level, self.context))
 
     def level_block(self, level, dtype=None, context=0):
         """`BlockConfig` of a block outside the stack that sees at most `context` latents."""
@@ -229,162 +242,32 @@ class LatentConfig(ModelConfig):
 
     def _block(self, level, dtype, context):
         width, std = self.widths[level], self.deviations(level).hidden
-        compression = self.compression_blocks if self.compression == "transformer" else 1
-        number = self.depth_routing.effective_depth(self.depth) + compression * len(self.latents)
-        number += sum(sum(getattr(self, name)) for name in BLOCK_COUNTS)
+        compression_blocks = self.compression_blocks if self.compression == "transformer" else 1
+        num_blocks = self.depth_routing.effective_depth(self.depth)
+        num_blocks += compression_blocks * len(self.latents)
+        num_blocks += sum(sum(getattr(self, name)) for name in BLOCK_COUNTS)
         dropout = self.dropout.resolved(width, self.heads[level])
-        std_out = std / (2 * number) ** 0.5
+        std_out = std / (2 * num_blocks) ** 0.5
         b = self.block(width=width, dropout=dropout, std=std, std_out=std_out, dtype=dtype)
         return dataclasses.replace(b, context=context)
-
-
-# ---- the latents of a level in a call ----------------------------------------------------------
-
-
-@struct.dataclass
-class LevelCalls:
-    """The latents of one level in a call of the model, as its attentions see them.
-
-    Attributes:
-      size: P, the number of latents of a group.
-      group: `Call` whose rows are groups, [1 or B*M, P]; decoding: of the new latents, [B, S].
-      local, row: of groups, and of whole rows, with memory tokens before them.
-      index_BS: number of each latent among those of its row, in time order; -1: none.
-      start_B1: the number of latents of the row before this call.
-    """
-
-    size: int = struct.field(pytree_node=False)
-    group: Call
-    local: Call
-    row: Call
-    index_BS: Any
-    start_B1: Any
-
-
-def level_calls(c, call, batch, length):
-    """[LevelCalls] of each level for `length` tokens in each row, before padding to whole groups.
-
-    While decoding, the new tokens of a row have consecutive positions, and padding (-1) follows
-    them. So the new latents of a level are consecutive too, and their largest number is known.
-    """
-    size_0 = c.group_size
-    if call.decode:
-        max_tokens, first_token_B1 = length, jnp.maximum(call.positions_BT[:, :1], 0)
-        stop_token_B1 = first_token_B1 + jnp.sum(call.positions_BT >= 0, axis=1, keepdims=True)
-    else:
-        max_tokens = c.num_groups(length) * size_0
-        first_token_B1, stop_token_B1 = jnp.zeros((1, 1), jnp.int32), length
-    starts_row_B1 = (first_token_B1 == 0) & (first_token_B1 < stop_token_B1)
-    first_group_B1, first_offset_B1 = first_token_B1 // size_0, first_token_B1 % size_0
-    result = []
-    for level, size in enumerate(c.sizes):
-        skipped = size_0 - size  # tokens at the start of a group without a latent
-        start_B1 = first_group_B1 * size + jnp.maximum(first_offset_B1 - skipped, 0)
-        index_BS = start_B1 + _range(max_tokens // size_0 * size + min(max_tokens % size_0, size))
-        group_BS, offset_BS = index_BS // size, index_BS % size
-        token_BS = group_BS * size_0 + skipped + offset_BS
-        is_new_BS = token_BS < stop_token_B1
-        index_BS, offset_BS = (jnp.where(is_new_BS, y, -1) for y in (index_BS, offset_BS))
-        row = call.replace(positions_BT=index_BS)
-        if call.decode:
-            # The caches keep the largest group of a call: not that of padding.
-            number_BS = jnp.where(is_new_BS, ALL_GROUPS + 1 + group_BS, 0)
-            group = call.replace(positions_BT=offset_BS, segment_ids_BT=number_BS)
-        else:
-            offset_BP = jnp.tile(offset_BS.reshape(-1, size), (batch, 1))
-            group = call.replace(positions_BT=offset_BP)
-        if call.segment_ids_BT is not None:
-            segment_ids_BS = call.segment_ids_BT[:, token_BS[0]]
-            group = group.replace(segment_ids_BT=segment_ids_BS.reshape(-1, size))
-            # Positions count from the group in which the document begins.
-            first_group_BS = (token_BS - call.positions_BT[:, token_BS[0]]) // size_0
-            row = row.replace(
-                positions_BT=row.positions_BT - first_group_BS * size,
-                segment_ids_BT=segment_ids_BS,
-                count_BT=selection.running_count(segment_ids_BS > 0, segment_ids_BS),
-            )
-        # Local memory tokens are computed with each call, global ones when the row begins.
-        has_new_B1 = jnp.any(is_new_BS, axis=1, keepdims=True)
-        local = _after_memory(group, c.memory_local, has_new_B1)
-        row = _after_memory(row, c.memory_global, starts_row_B1)
-        row_size = c.row_length(level, call.cache.size) if call.decode else 0
-        result.append(
-            LevelCalls(
-                size=size,
-                group=group.with_cache(grouped=True, size=size),
-                local=local.with_cache(grouped=True, size=c.memory_local + size),
-                row=row.with_cache(size=row_size),
-                index_BS=index_BS,
-                start_B1=start_B1,
-            )
-        )
-    return result
-
-
-def _range(length):
-    return jnp.arange(length, dtype=jnp.int32)[None]
-
-
-def _after_memory(call, count, is_present_B1):
-    """The `Call` with `count` memory tokens first, in rows where they are present."""
-    if not count:
-        return call
-    position_BS = jnp.where(call.positions_BT >= 0, call.positions_BT + count, -1)
-    memory_BC = jnp.where(is_present_B1, _range(count), -1)
-    memory_BC = jnp.broadcast_to(memory_BC, (len(position_BS), count))
-    call = call.replace(positions_BT=jnp.concatenate([memory_BC, position_BS], axis=1))
-    if call.segment_ids_BT is None:
-        return call
-    before = ((0, 0), (count, 0))
-    segment_ids_BS = jnp.pad(call.segment_ids_BT, before, constant_values=ALL_GROUPS)
-    return call.replace(segment_ids_BT=segment_ids_BS)
 
 
 # ---- blocks of a level -------------------------------------------------------------------------
 
 
-def make_memory(module, name, count, b, std):
-    """Learned memory tokens [count, D] before the input of blocks like `b`."""
-    if not count:
-        return jnp.zeros((0, b.width), b.dtype)
-    init = nn.initializers.normal(std)
-    return parameter(module, name, init, (count, b.width), ("position", "table")).astype(b.dtype)
+def make_memory(module, kind, level):
+    """Learned memory tokens [count, D] of a level, a parameter of `module`.
 
-
-def prepend(memory, x_BSD):
-    """Memory tokens [C, D], or their states [B, C, D], before x."""
-    if not memory.shape[-2]:
-        return x_BSD
-    memory = broadcast(memory, (len(x_BSD), *memory.shape[-2:]))
-    return jnp.concatenate([memory, x_BSD], axis=1)
-
-
-def run_layers(layers, x_BSD, call):
-    """layers(x, call). Decoding, they do not run if the call has no token for them."""
-    if not call.decode or layers.is_initializing():
-        return layers(x_BSD, call)
-
-    # A loop of at most one iteration: XLA copies the caches that a conditional returns.
-    def is_pending(layers, carry):
-        return carry[0]
-
-    def run(layers, carry):
-        return jnp.zeros_like(carry[0]), layers(carry[1], call)
-
-    carry = (jnp.any(call.positions_BT >= 0), x_BSD)
-    return nn.while_loop(is_pending, run, layers, carry, carry_variables="cache")[1]
-
-
-def with_mask_input(mask_input, x_BSD, call):
-    """The `Call` with the input of learned masks, made from x; `mask_input` may be None."""
-    if mask_input is None:
-        return call
-    return call.replace(mask_input_BTD=run_layers(mask_input, x_BSD, call))
-
-
-def by_group(x_BSD, calls):
-    """[B, M * P, D] -> [B * M, P, D]; decoding: unchanged, its attention keeps groups apart."""
-    return x_BSD if calls.group.decode else x_BSD.reshape(-1, calls.size, x_BSD.shape[-1])
+    Args:
+      module: has the fields `config` (a `LatentConfig`) and `dtype`.
+      kind: "local" or "global".
+    """
+    c, name = module.config, f"memory_{kind}"
+    shape = getattr(c, name), c.widths[level]
+    if not shape[0]:
+        return jnp.zeros(shape, module.dtype)
+    init = nn.initializers.normal(c.deviations(level).table)
+    return parameter(module, name, init, shape, ("position", "table")).astype(module.dtype)
 
 
 class LevelBlocks(nn.Module):
@@ -401,29 +284,27 @@ class LevelBlocks(nn.Module):
 
     @nn.compact
     def __call__(self, x_BSD, calls):
-        c, level, shape = self.config, self.level, x_BSD.shape
-        kind_calls = {"local": calls.local, "global": calls.row}
-        counts = {"local": c.memory_local, "global": c.memory_global}
-        contexts = {"local": c.memory_local + calls.size, "global": c.row_length(level, c.context)}
+        c, shape = self.config, x_BSD.shape
+        sequence_calls = {"local": calls.local, "global": calls.row}
         blocks, memory = {}, {}
         for kind in dict(self.runs):
-            blocks[kind] = b = c.level_block(level, self.dtype, contexts[kind])
-            std = c.deviations(level).table
-            memory[kind] = make_memory(self, f"memory_{kind}", counts[kind], b, std)
-            mask_input = learned_dropout.make_mask_input(b, f"mask_input_{kind}")
+            context = c.sequence_length(kind, self.level, c.context)
+            blocks[kind] = c.level_block(self.level, self.dtype, context)
+            memory[kind] = make_memory(self, kind, self.level)
+            mask_input = learned_dropout.make_mask_input(blocks[kind], f"mask_input_{kind}")
             x = self._sequences(kind, memory, x_BSD, calls)
-            kind_calls[kind] = with_mask_input(mask_input, x, kind_calls[kind])
+            sequence_calls[kind] = with_mask_input(mask_input, x, sequence_calls[kind])
         for i, (kind, number) in enumerate(self.runs):
-            specs, count = (LayerSpec(blocks[kind]),) * number, counts[kind]
+            specs, count = (LayerSpec(blocks[kind]),) * number, memory[kind].shape[-2]
             stack = Stack(specs, False, c.remat, name=f"{kind}_{i}")
             x = self._sequences(kind, memory, x_BSD, calls)
-            y = run_layers(stack, x, kind_calls[kind])
+            y = run_layers(stack, x, sequence_calls[kind])
             memory[kind], x_BSD = y[:, :count], y[:, count:].reshape(shape)
         return x_BSD
 
     def _sequences(self, kind, memory, x_BSD, calls):
         """Rows, or groups for local blocks, after their memory tokens."""
-        return prepend(memory[kind], by_group(x_BSD, calls) if kind == "local" else x_BSD)
+        return prepend(memory[kind], calls.split_groups(x_BSD) if kind == "local" else x_BSD)
 
 
 # ---- encoder levels ----------------------------------------------------------------------------
@@ -441,61 +322,54 @@ class Compress(Block):
       config: `BlockConfig` of level i. model: the settings. level: i.
     """
 
-    model: Any = None
-    level: int = 1
+    model: LatentConfig
+    level: int
 
     def setup(self):
         super().setup()
         b, c = self.config, self.model
-        self.residual = _change_width(b, c.widths[self.level - 1])
+        self.residual = make_projection(b, c.widths[self.level - 1])
         self.mask_input = learned_dropout.make_mask_input(b)
-        self.blocks = None
-        if c.compression == "transformer" and c.compression_blocks > 1:
-            self.blocks = Stack((LayerSpec(b),) * (c.compression_blocks - 1), False, c.remat)
+        self.blocks = Stack((LayerSpec(b),) * (c.compression_blocks - 1), False, c.remat)
 
-    def __call__(self, x_BSD, inner, outer):
-        """`inner`, `outer`: `LevelCalls` of levels i - 1 and i."""
-        b, batch, call = self.config, len(x_BSD), inner.group
-        is_perceiver = self.model.compression == "perceiver"
-        x = by_group(x_BSD, inner)
+    def __call__(self, x_BSD, fine, coarse):
+        """`fine`, `coarse`: `LevelCalls` of levels i - 1 and i."""
+        b, batch, is_perceiver = self.config, len(x_BSD), self.model.compression == "perceiver"
+        x = fine.split_groups(x_BSD)
         n = norm_input(b, self.norm_attention, x)
         if is_perceiver:
-            position = outer.group.positions_BT
-            position = jnp.where(position >= 0, inner.size - outer.size + position, -1)
-            queries = outer.group.replace(positions_BT=position)
-            # Padding is last in its group: as a key it has a position that no query reaches.
-            keys = call if call.decode else call.replace(positions_BT=_range(inner.size))
-            a = self.attention(_last_of_groups(n, inner, outer), queries, (n, keys))
-            x, call = _last_of_groups(x, inner, outer), outer.group
+            call, queries = coarse.group, _last_of_groups(n, fine, coarse)
+            positions = call.positions_BT
+            positions = jnp.where(positions >= 0, positions + fine.size - coarse.size, -1)
+            # Padding is last in its group, so no query reaches its key. One row serves all groups.
+            keys = fine.group
+            keys = keys if keys.decode else keys.replace(positions_BT=indices(fine.size))
+            a = self.attention(queries, call.replace(positions_BT=positions), (n, keys))
+            x = _last_of_groups(x, fine, coarse)
         else:
+            call = fine.group
             a = self.attention(n, call)
         h = self.residual(x)
         call = with_mask_input(self.mask_input, h, call)
         a = norm_output(b, self.norm_attention, a)
         a = with_dropout(self.dropout_attention_output, a, call)
         h = h + a + self.mlp_increment(mlp_input(b, h, a), call)
-        if self.blocks is not None:
-            h = self.blocks(h, call)
-        h = h if is_perceiver else _last_of_groups(h, inner, outer)
-        return h.reshape(batch, -1, h.shape[-1])
+        if not is_perceiver:
+            h = _last_of_groups(self.blocks(h, call), fine, coarse)
+        return h.reshape(batch, -1, b.width)
 
 
-def _last_of_groups(y, inner, outer):
-    """Of the latents of `inner`, the last P of each group, one for each latent of `outer`."""
-    skipped = inner.size - outer.size
-    if not inner.group.decode:
+def _last_of_groups(y, fine, coarse):
+    """Of the latents of `fine`, the last P of each group, one for each latent of `coarse`."""
+    skipped = fine.size - coarse.size
+    if not fine.group.decode:
         return y[:, skipped:]
-    group_BS, offset_BS = outer.index_BS // outer.size, outer.index_BS % outer.size
-    return _rows_at(y, group_BS * inner.size + skipped + offset_BS - inner.start_B1)
+    index_BS = coarse.group_BS * fine.size + skipped + coarse.offset_BS
+    return rows_at(y, index_BS - fine.start_B1)
 
 
-def _rows_at(y_BSD, index_BC):
-    """Rows of y [B, S, D] at these indices, clipped: [B, C, D]."""
-    return jax.vmap(lambda y, index: y.at[index].get(mode="clip"))(y_BSD, index_BC)
-
-
-def _change_width(b, width, name=None):
-    """A linear map from `width` to the width of `b` that keeps the size of its input."""
+def make_projection(b, width, name=None):
+    """A linear map from `width` features to the width of `b`, which keeps their variance."""
     return Linear(b.width, ("embed", "table"), width**-0.5, b.use_bias, b.dtype, name=name)
 
 
@@ -504,7 +378,7 @@ def add_positions(x_BSD, table, calls):
     if table is None:
         return x_BSD
     # Only padding of a context shorter than a group lies outside the table.
-    offset_BS = jnp.clip(calls.index_BS % calls.size, 0, table.num_embeddings - 1)
+    offset_BS = jnp.minimum(calls.offset_BS, table.num_embeddings - 1)
     return x_BSD + broadcast(table(offset_BS), x_BSD.shape)
 
 
@@ -516,25 +390,23 @@ class EncoderLevel(nn.Module):
     dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, x_BSD, inner, outer, table):
+    def __call__(self, x_BSD, fine, coarse, table):
+        """`fine`, `coarse`: `LevelCalls` of levels i - 1 and i. `table`: positions of level i."""
         c, i, compress = self.config, self.level, Compress
         if c.remat != "none":
             compress = nn.remat(Compress, policy=REMAT_POLICIES[c.remat])
-        b = c.level_block(i, self.dtype, inner.size)
-        x_BSD = compress(b, c, i, name="compress")(x_BSD, inner, outer)
-        x_BSD = add_positions(x_BSD, table, outer)
+        b = c.level_block(i, self.dtype, fine.size)
+        x_BSD = compress(b, c, i, name="compress")(x_BSD, fine, coarse)
+        x_BSD = add_positions(x_BSD, table, coarse)
         runs = c.block_runs("encoder", i)
-        return LevelBlocks(c, i, runs, self.dtype, name="blocks")(x_BSD, outer)
+        return LevelBlocks(c, i, runs, self.dtype, name="blocks")(x_BSD, coarse)
 
 
 # ---- decoder levels ----------------------------------------------------------------------------
 
 
 def repeat_latents(z_BMPD, count, repeat):
-    """The latents of each group repeated and cut at the left to `count`: [B, M, count, D].
-
-    "tile": all of them again and again; "in_place": each several times in a row.
-    """
+    """The last `count` of the repeated latents of each group: [B, M, count, D]."""
     batch, groups, size, width = z_BMPD.shape
     copies = -(-count // size)
     axis, order = (2, (copies, size)) if repeat == "tile" else (3, (size, copies))
@@ -557,46 +429,44 @@ class Upsample(nn.Module):
     dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, y_BSD, latents, outer):
-        """`latents`, `outer`: `LevelCalls` of levels i and i - 1."""
-        c, i, batch = self.config, self.level, len(y_BSD)
-        early = outer.size - latents.size
-        linear = _change_width(c.level_block(i - 1, self.dtype), c.widths[i], "linear")
+    def __call__(self, y_BSD, coarse, fine):
+        """`coarse`, `fine`: `LevelCalls` of levels i and i - 1."""
+        c, i, batch, num_early = self.config, self.level, len(y_BSD), fine.size - coarse.size
+        linear = make_projection(c.level_block(i - 1, self.dtype), c.widths[i], "linear")
         init = nn.initializers.normal(c.deviations(i - 1).table)
-        first_PD = parameter(self, "first", init, (early, c.widths[i]), ("position", "table"))
+        first_PD = parameter(self, "first", init, (num_early, c.widths[i]), ("position", "table"))
         z_BSD, first_PD = linear(y_BSD), linear(first_PD.astype(self.dtype))
-        if outer.group.decode:
-            return self._decode(z_BSD, first_PD, early, latents, outer)
-        z_BMPD = z_BSD.reshape(batch, -1, latents.size, z_BSD.shape[-1])
-        before = repeat_latents(z_BMPD[:, :-1], early, c.repeat)
-        if outer.group.segment_ids_BT is not None:
+        if fine.group.decode:
+            return self._decode(z_BSD, first_PD, coarse, fine)
+        z_BMPD = z_BSD.reshape(batch, -1, coarse.size, z_BSD.shape[-1])
+        before = repeat_latents(z_BMPD[:, :-1], num_early, c.repeat)
+        if fine.group.segment_ids_BT is not None:
             shape = batch, z_BMPD.shape[1], -1, 1
-            documents = outer.group.segment_ids_BT.reshape(shape)[:, 1:, :early]
-            other = latents.group.segment_ids_BT.reshape(shape)[:, :-1]
-            is_same = documents == repeat_latents(other, early, c.repeat)
+            document = fine.group.segment_ids_BT.reshape(shape)[:, 1:, :num_early]
+            source = coarse.group.segment_ids_BT.reshape(shape)[:, :-1]
+            is_same = document == repeat_latents(source, num_early, c.repeat)
             before = jnp.where(is_same, before, broadcast(first_PD, before.shape))
         start = broadcast(first_PD, (batch, 1, *first_PD.shape))
         early_BMPD = jnp.concatenate([start, before], axis=1)
         return jnp.concatenate([early_BMPD, z_BMPD], axis=2).reshape(batch, -1, z_BSD.shape[-1])
 
-    def _decode(self, z_BSD, first_PD, early, latents, outer):
+    def _decode(self, z_BSD, first_PD, coarse, fine):
         """The cache holds the last 2 P_i latents of each row; new ones are appended."""
-        (batch, _, width), size = z_BSD.shape, latents.size
+        (batch, _, width), size, num_early = z_BSD.shape, coarse.size, len(first_PD)
         shape = batch, 2 * size, width
         cache = self.variable("cache", "latents", jnp.zeros, shape, z_BSD.dtype)
         all_BSD = jnp.concatenate([cache.value, z_BSD], axis=1)
         if not self.is_initializing():
-            new_B1 = jnp.sum(latents.index_BS >= 0, axis=1, keepdims=True)
-            cache.value = _rows_at(all_BSD, new_B1 + _range(2 * size))
-        # The latent that each position takes, by its number in the row.
-        group_BS, offset_BS = outer.index_BS // outer.size, outer.index_BS % outer.size
-        is_early_BS, early_BS = offset_BS < early, jnp.minimum(offset_BS, early - 1)
-        order_P = repeat_latents(_range(size).reshape(1, 1, size, 1), early, self.config.repeat)
-        before_BS = (group_BS - 1) * size + order_P.reshape(-1)[early_BS]
-        index_BS = jnp.where(is_early_BS, before_BS, group_BS * size + offset_BS - early)
-        y_BSD = _rows_at(all_BSD, 2 * size + index_BS - latents.start_B1)
-        is_first_BS = is_early_BS & (group_BS == 0)
-        return jnp.where(is_first_BS[..., None], first_PD[early_BS], y_BSD)
+            num_new_B1 = jnp.sum(coarse.group.positions_BT >= 0, axis=1, keepdims=True)
+            cache.value = rows_at(all_BSD, num_new_B1 + indices(2 * size))
+        # The latent that each position takes: of its group, or negative in the group before.
+        offset_11P1 = indices(size).reshape(1, 1, size, 1)
+        early_P = repeat_latents(offset_11P1, num_early, self.config.repeat).reshape(-1) - size
+        latent_P = jnp.concatenate([early_P, jnp.arange(size)])
+        index_BS = fine.group_BS * size + latent_P[fine.offset_BS]
+        y_BSD = rows_at(all_BSD, 2 * size + index_BS - coarse.start_B1)
+        first_BSD = first_PD[jnp.minimum(fine.offset_BS, num_early - 1)]
+        return jnp.where(index_BS[..., None] < 0, first_BSD, y_BSD)
 
 
 class DecoderLevel(nn.Module):
@@ -613,18 +483,19 @@ class DecoderLevel(nn.Module):
     dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, y_BSD, skip_BSD, latents, outer, table):
+    def __call__(self, y_BSD, skip_BSD, coarse, fine, table):
+        """`coarse`, `fine`: `LevelCalls` of levels i and i - 1. `table`: positions of i - 1."""
         c, i = self.config, self.level
-        x_BSD = Upsample(c, i, self.dtype, name="upsample")(y_BSD, latents, outer)
-        x_BSD = add_positions(x_BSD, table, outer)
+        x_BSD = Upsample(c, i, self.dtype, name="upsample")(y_BSD, coarse, fine)
+        x_BSD = add_positions(x_BSD, table, fine)
         upsampled_BSD, joins_before = x_BSD, c.skip_joins == "before"
         if joins_before:
             x_BSD = self._join(skip_BSD, x_BSD)
         if c.upsampling == "attention":
             x_BSD = x_BSD if joins_before else skip_BSD + x_BSD
-            x_BSD = x_BSD + self._attention(x_BSD, upsampled_BSD, outer)
+            x_BSD = x_BSD + self._attention(x_BSD, upsampled_BSD, fine)
         runs = c.block_runs("decoder", i)
-        x_BSD = LevelBlocks(c, i - 1, runs, self.dtype, name="blocks")(x_BSD, outer)
+        x_BSD = LevelBlocks(c, i - 1, runs, self.dtype, name="blocks")(x_BSD, fine)
         return x_BSD if joins_before else self._join(skip_BSD, x_BSD)
 
     def _join(self, skip_BSD, x_BSD):
@@ -636,9 +507,9 @@ class DecoderLevel(nn.Module):
         skip_BSD, wide_BSD = skip_BSD.astype(jnp.float32), x_BSD.astype(jnp.float32)
         return (a_11D * skip_BSD + (1 - a_11D) * wide_BSD).astype(x_BSD.dtype)
 
-    def _attention(self, x_BSD, upsampled_BSD, outer):
-        b = self.config.level_block(self.level - 1, self.dtype, outer.size)
-        x, upsampled, call = by_group(x_BSD, outer), by_group(upsampled_BSD, outer), outer.group
+    def _attention(self, x_BSD, upsampled_BSD, fine):
+        b = self.config.level_block(self.level - 1, self.dtype, fine.size)
+        x, upsampled, call = fine.split_groups(x_BSD), fine.split_groups(upsampled_BSD), fine.group
         query, width = x, None
         if self.config.upsampling_norm:
             query, width = make_norm(b, "norm_queries")(x), b.width
@@ -686,13 +557,14 @@ class LatentPrediction(nn.Module):
 
 
 class StackMemory(nn.Module):
-    """The memory tokens before the latents of the stack: the arguments of `make_memory`."""
+    """The memory tokens before the latents of the stack."""
 
-    settings: tuple
+    config: LatentConfig
+    dtype: jnp.dtype
 
     @nn.compact
     def __call__(self):
-        return make_memory(self, "memory_global", *self.settings)
+        return make_memory(self, "global", len(self.config.latents))
 
 
 class Latent(LanguageModel):
@@ -708,14 +580,14 @@ class Latent(LanguageModel):
                 Embedding(rows, width, std.table, self.dtype, axes=("position", "table"))
                 for rows, width in zip((first, *c.latents), c.widths, strict=True)
             ]
-        b, stack_std = c.stack_block(self.dtype), c.deviations(len(c.latents)).table
+        b = c.stack_block(self.dtype)
         # Learned dropout masks the input of the stack, standard dropout the tokens.
         dropout, is_learned = learned_dropout.make_dropout(b, "embedding"), c.dropout.learned
         self.dropout_embedding = dropout if is_learned else None
         self.token_dropout = None if is_learned else dropout
         levels = range(1, len(c.sizes))
         self.encoder = [EncoderLevel(c, i, self.dtype) for i in levels]
-        self.memory = StackMemory((c.memory_global, b, stack_std))
+        self.memory = StackMemory(c, self.dtype)
         self.mask_input = learned_dropout.make_mask_input(b)
         self.layers = Stack(self.specs(), c.scan_layers, c.remat, c.dense_former)
         if c.latent_loss.kind != "none":
@@ -749,7 +621,7 @@ class Latent(LanguageModel):
         call = self.make_call(positions_BT, segment_ids_BT, train, decode, cache_size)
         if not decode:
             tokens_BT, call = self._pad_to_groups(tokens_BT, call)
-        calls = level_calls(c, call, batch, length)
+        calls = [level_calls(c, level, call, batch, length) for level in range(len(c.sizes))]
         x_BSD = self._embed(tokens_BT, length, call.positions_BT, calls[0])
         tables, skips = self.positions_embed or [None] * len(c.sizes), []
         for i, level in enumerate(self.encoder):
@@ -770,7 +642,7 @@ class Latent(LanguageModel):
             )
         length = tokens_BT.shape[1]
         padding = ((0, 0), (0, -length % self.config.group_size))
-        positions_BT = _range(length) if call.positions_BT is None else call.positions_BT
+        positions_BT = indices(length) if call.positions_BT is None else call.positions_BT
         call = call.replace(positions_BT=jnp.pad(positions_BT, padding))
         if call.segment_ids_BT is not None:
             call = call.for_rows(len(tokens_BT))
@@ -822,18 +694,18 @@ class Latent(LanguageModel):
 
     @nn.nowrap
     def stack_length(self, length):
-        return self.config.row_length(len(self.config.latents), length)
+        return self.config.sequence_length("global", len(self.config.latents), length)
 
     @nn.nowrap
     def token_of_place(self, path, positions_RS, length):
-        c, (first, *inside) = self.config, path.split("/")
-        in_stack = first in ("layers", "dropout_embedding")
-        if not in_stack and not first.startswith(("encoder", "decoder")):
+        c, names = self.config, path.split("/")
+        kinds = [name.split("_")[0] for name in names]
+        in_stack = names[0] in ("layers", "dropout_embedding")
+        if not in_stack and kinds[0] not in ("encoder", "decoder"):
             return positions_RS
-        in_row = in_stack or any(name.startswith("global_") for name in inside)
-        is_local = any(name.startswith("local_") for name in inside)
-        memory = c.memory_global if in_row else c.memory_local * is_local
-        latents, index_RS = positions_RS.shape[1] - memory, positions_RS - memory
+        in_row = in_stack or "global" in kinds
+        memory = c.memory_global if in_row else c.memory_local * ("local" in kinds)
+        index_RS, latents = positions_RS - memory, positions_RS.shape[1] - memory
         size = latents // c.num_groups(length) if in_row else latents
         group_RS = index_RS // size if in_row else np.arange(len(positions_RS))[:, None]
         token_RS = (group_RS + 1) * c.group_size - size + index_RS % size
@@ -842,82 +714,15 @@ class Latent(LanguageModel):
     @nn.nowrap
     def ledger(self, length, selection="train", shares=None):
         """Nominal FLOPs of one row; see `LanguageModel.ledger`."""
-        c, groups, latents = self.config, self.config.num_groups(length), self.stack_length(length)
-        b = c.stack_block(self.dtype)
+        c, b, latents = self.config, self.config.stack_block(self.dtype), self.stack_length(length)
+        pairs = flops.causal_pairs(latents, b.attention.window)
         parts = [
             self.head_flops(length, c.widths[0]),
             costs.stack_flops(self.blocks(), latents, selection, shares),
-            costs.embedding_mask_flops(b, latents, _pairs(b, 1, latents)),
+            costs.embedding_mask_flops(b, latents, pairs),
+            latent_costs.level_flops(c, length),
         ]
-        for i in range(1, len(c.sizes)):
-            parts += [_compression_flops(c, i, groups), _upsampling_flops(c, i, groups)]
-            parts += [_level_flops(c, "encoder", i, groups), _level_flops(c, "decoder", i, groups)]
         if c.latent_loss.kind != "none":
-            pairs = groups * c.latents[-1] - 1
+            pairs = c.num_groups(length) * c.latents[-1] - 1
             parts.append({"latent_prediction": flops.matmul(pairs, c.width, c.width)})
         return flops.Ledger(length, flops.add(parts))
-
-
-# ---- nominal FLOPs of one row, {component: FLOPs} ----------------------------------------------
-
-
-def _pairs(b, rows, length):
-    return rows * flops.causal_pairs(length, b.attention.window)
-
-
-def _block_parts(b, rows, length):
-    """FLOPs of the parts of a block on `rows` sequences of `length` latents."""
-    tokens, pairs = rows * length, _pairs(b, rows, length)
-    masks = costs.mask_flops(b, tokens, pairs, "attention_output", "mlp_output")
-    return [costs.attention_flops(b, tokens, pairs), costs.mlp_flops(b, tokens), masks]
-
-
-def _renamed(parts, component, scores="level_scores"):
-    """The sum of the FLOPs of parts of blocks, as components of the levels."""
-    names = dict(attention_projections=component, mlp=component, attention_scores=scores)
-    return flops.add({names.get(name, name): n} for part in parts for name, n in part.items())
-
-
-def _level_flops(c, side, level, groups):
-    """The local and global blocks of a level of the encoder or the decoder."""
-    inner = level if side == "encoder" else level - 1
-    b, size, parts = c.level_block(inner), c.sizes[inner], []
-    for kind, rows, length in (
-        ("local", groups, c.memory_local + size),
-        ("global", 1, c.memory_global + groups * size),
-    ):
-        if number := getattr(c, f"{side}_{kind}")[level - 1]:
-            parts += _block_parts(b, number * rows, length)
-            parts.append(costs.mask_input_flops(b, rows * length, _pairs(b, rows, length)))
-    return _renamed(parts, "levels")
-
-
-def _compression_flops(c, level, groups):
-    b, size, inner, parts = c.level_block(level), c.sizes[level], c.sizes[level - 1], []
-    width, places, scores = c.widths[level - 1], groups * inner, "level_scores"
-    computed, pairs, mask_pairs = places, _pairs(b, groups, inner), _pairs(b, groups, inner)
-    if c.compression == "perceiver":
-        computed, mask_pairs, scores = groups * size, _pairs(b, groups, size), "compression_scores"
-        pairs -= _pairs(b, groups, inner - size)
-    else:
-        parts = _block_parts(b, (c.compression_blocks - 1) * groups, inner)
-    parts += [
-        {"compression": flops.matmul(computed, width, b.width)},
-        costs.attention_flops(b, computed, pairs, places, width),
-        costs.mlp_flops(b, computed),
-        costs.mask_flops(b, computed, mask_pairs, "attention_output", "mlp_output"),
-        costs.mask_input_flops(b, computed, mask_pairs),
-    ]
-    return _renamed(parts, "compression", scores)
-
-
-def _upsampling_flops(c, level, groups):
-    b, size = c.level_block(level - 1), c.sizes[level - 1]
-    parts = [{"upsampling": flops.matmul(groups * c.sizes[level], c.widths[level], b.width)}]
-    if c.upsampling == "attention":
-        tokens, pairs = groups * size, _pairs(b, groups, size)
-        parts.append(costs.attention_flops(b, tokens, pairs, has_output=c.upsampling_norm))
-        if b.dropout.active("attention_output"):
-            parts.append(costs.mask_flops(b, tokens, pairs, "attention_output"))
-            parts.append(costs.mask_input_flops(b, tokens, pairs))
-    return _renamed(parts, "upsampling")

@@ -91,10 +91,10 @@ def reference(tokens_T, params, model):
         before = [p["upsample"]["first"], *(early_latents(g, early, c.repeat) for g in x[:-1])]
         x = np.concatenate([np.stack(before), x], axis=1)
         x = x @ p["upsample"]["linear"]["kernel"] + tables[i - 1]
-        share = p.get("skip")
+        weight = p.get("skip")
 
-        def joined(x, share=share, skip=skip):
-            return skip + x if share is None else share * skip + (1 - share) * x
+        def joined(x, a=weight, skip=skip):
+            return skip + x if a is None else a * skip + (1 - a) * x
 
         if c.upsampling == "attention":
             q, kv = joined(x) if is_first else skip + x, x
@@ -160,8 +160,8 @@ def test_forward_is_the_formulas(case):
         np.testing.assert_allclose(logits_BTV[b], expected_TV, atol=2e-4)
 
 
-def test_a_learned_skip_has_its_share_in_float32():
-    """In bfloat16 a share of 1/2 + 2^-10 would be 1/2."""
+def test_the_learned_weight_of_skip_connections_is_float32():
+    """In bfloat16 a weight of 1/2 + 2^-10 would be 1/2."""
     model = make({"skip": "lerp", **FEW}, levels=1, dtype="bfloat16")
     params = jax.device_get(families.random_params(model))
     run = families.jit(lambda params: model.apply({"params": params}, families.tokens(batch=1)))
@@ -184,7 +184,7 @@ def test_a_learned_skip_has_its_share_in_float32():
     ],
 )
 def test_causal_in_every_combination(compression, upsampling, levels, memory, shorter):
-    """Each row has other tokens after place 0, 1, ...; logits do not depend on the row's length."""
+    """Row t has other tokens after position t; logits do not depend on the row's length."""
     changes = {"compression": compression, "upsampling": upsampling, **FEW, **MEMORY[memory]}
     model = make(changes, levels)
     params, length = families.random_params(model), 3 * model.config.group_size - 3
@@ -203,8 +203,8 @@ def test_causal_in_every_combination(compression, upsampling, levels, memory, sh
 
 
 def test_documents_do_not_see_each_other():
-    """Also where one ends and the next begins inside a group. One that begins with a group is as if
-    alone: its tokens read the same rows of the table of positions."""
+    """Also where one ends and the next begins inside a group. One that begins with a group has the
+    logits of the same tokens alone."""
     model = make({"positions": "absolute", **FEW})  # groups of 8
     params, starts = families.random_params(model), (0, 5, 16, 27)
     document_T = np.searchsorted(starts, np.arange(LENGTH), side="right")
@@ -297,7 +297,7 @@ def test_the_cache_keeps_latents_of_finished_groups():
     assert families.cache_bytes(grouped, 1024) < 0.35 * families.cache_bytes(dense, 1024)
 
 
-# ---- settings, costs, noise and the parts of levels ---------------------------------------------
+# ---- settings, costs and noise -------------------------------------------------------------------
 
 
 MASKS = {"kind": "attention", "sites": ("mlp_output",), "attention.num_heads": 4}
@@ -328,15 +328,15 @@ def test_packed_rows_have_no_memory_tokens(name):
     refused(make({name: 2}).check_packing, f"config.model.{name}=2")
 
 
-def test_realised_flops_follow_the_share_of_routed_latents():
+def test_measured_flops_follow_the_fraction_of_routed_latents():
     model = make({**MOD, "depth": 3})
-    none, whole = (
-        model.ledger(32, shares={path: (share, share) for path in model.blocks()}).nominal
-        for share in (0.0, 1.0)
+    none, full = (
+        model.ledger(32, shares={path: (fraction, fraction) for path in model.blocks()}).nominal
+        for fraction in (0.0, 1.0)
     )
     dense = make({"depth": 3}).ledger(32).nominal
-    assert whole["mlp"] == dense["mlp"] and whole["attention_scores"] == dense["attention_scores"]
-    assert none["mlp"] == 0 and none["levels"] == whole["levels"] == dense["levels"]
+    assert full["mlp"] == dense["mlp"] and full["attention_scores"] == dense["attention_scores"]
+    assert none["mlp"] == 0 and none["levels"] == full["levels"] == dense["levels"]
 
 
 def test_embedding_noise_is_uniform_in_training_only():
@@ -365,7 +365,7 @@ def test_embedding_noise_is_uniform_in_training_only():
     assert abs(noise.std() - bound / 3**0.5) < 0.1 * bound
 
 
-def test_recursion_and_experts_are_those_of_the_latent_stack():
+def test_only_the_latent_stack_has_recursion_and_experts():
     changes = {"depth": 4, "depth_routing.kind": "recursion", "depth_routing.capacity": 0.5}
     model = make({**changes, "mlp.kind": "moe", "mlp.moe.every": 2})
     leaves = jax.tree_util.tree_leaves_with_path(models.unboxed_shapes(model)["params"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from latent_helpers import NONE, make
 
-from efx import flops, losses
+from efx import losses
 
 ROWS, LENGTH = 3, 24
 SEGMENTS = np.repeat([[1, 2, 0], [1, 2, 3], [1, 1, 1]], [5, 9, 10], axis=1)
@@ -86,9 +86,3 @@ def test_one_latent_has_no_loss():
     run = families.jit(lambda p: model.apply({"params": p}, tokens_BT, mutable=["losses"]))
     _, sown = run(families.random_params(model))
     assert losses.collect_sown(sown["losses"])["latent_prediction"] == 0.0
-
-
-def test_the_ledger_counts_pairs_of_latents():
-    plain, model = model_of(), model_of(kind="cosine")
-    counted = model.ledger(LENGTH).nominal["latent_prediction"]
-    assert flops.executed(model, LENGTH) - flops.executed(plain, LENGTH) == counted
