@@ -69,7 +69,7 @@ def measure(state, root, asynchronous, arguments):
     state, _ = steps_seconds(state, arguments.steps)  # memory that is new is slow
     state, before = steps_seconds(state, arguments.steps)
     with Checkpointer(
-        root, every=1, keep_last=1, keep_best=0, best_metric="", asynchronous=asynchronous
+        root, every=1, keep_last=1, keep_best=0, scores={}, asynchronous=asynchronous
     ) as checkpoints:
         for step in range(1, arguments.saves + 1):
             begin = time.perf_counter()

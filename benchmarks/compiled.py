@@ -302,29 +302,18 @@ def _computing(report):
 
 
 def _whole_parameters(row, report):
-    """What is exchanged in one piece and should not be: float32 parameters, the head's gradient."""
-    width, said = SIZES[row.size][0], []
-    whole = [
+    """Float32 parameters that are gathered in one piece."""
+    width = SIZES[row.size][0]
+    found = [
         c
         for c in report["collectives"]
         if c["kind"] == "all-gather"
         and "f32[" in c["shapes"]
         and c["bytes"] / c["runs"] > 4 * width**2
     ]
-    head = [
-        c
-        for c in report["collectives"]
-        if c["kind"] == "all-reduce" and c["bytes"] / c["runs"] >= 2 * VOCAB * width
-    ]
-    for title, found in (
-        ("parameters gathered whole in float32", whole),
-        ("sums as large as the head that are not scattered", head),
-    ):
-        listed = "; ".join(f"{c['shapes']} {c['where'][-50:]}".rstrip() for c in found[:2])
-        said.append(
-            common.verdict(f"{row.name}: {title}", len(found), 0, False) + f" {listed}".rstrip()
-        )
-    return said
+    listed = "; ".join(f"{c['shapes']} {c['where'][-50:]}".rstrip() for c in found[:2])
+    title = f"{row.name}: parameters gathered whole in float32"
+    return [common.verdict(title, len(found), 0, False) + f" {listed}".rstrip()]
 
 
 def _arguments(argv):

@@ -20,7 +20,7 @@ from flax import linen as nn
 from hypothesis import strategies as st
 
 from benchmarks import hostile_settings
-from benchmarks.crash import bits, leaves
+from benchmarks.crash import state_of
 from efx import build, command_line, models, run_settings, settings, train
 from efx.config import config_of_run
 from efx.configs import common
@@ -238,7 +238,7 @@ class Settings:
         name, changes = case
         changed = settings.replaced(self.configs[name], changes)
         workdir = self.folder / "run"
-        launch = train._Launch(changed, workdir, (), 0.0, None)
+        launch = train.Trainer(changed, workdir, (), 0.0, None)
         if workdir.exists():
             raise Wrong(f"{workdir} was made")
         hostile_settings.trace_step(launch, self.traced)
@@ -295,7 +295,7 @@ class RunFiles:
         }
         with one_device():
             train.train_and_evaluate(common.apply(common.base(), {**TINY, **changes}), self.run)
-        self.leaves, self.rows = leaves(self.run), read_metrics(self.run)
+        self.state, self.rows = state_of(self.run), read_metrics(self.run)
         names = [str(path.relative_to(self.run)) for path in self.run.rglob("*") if path.is_file()]
         self.names = sorted(name for name in names if name != ".lock")
 
@@ -328,8 +328,8 @@ class RunFiles:
             raise
         if evaluates or change[1][0] in ("gone", "folder"):
             return
-        if count := bits(self.leaves, leaves(self.copy)):
-            raise Wrong(f"taken without a word, and {count} bits of the checkpoint are others")
+        if state_of(self.copy) != self.state:
+            raise Wrong("taken without a word, and the checkpoint has another state")
         if len(read_metrics(self.copy)) != len(self.rows):
             raise Wrong("taken without a word, and rows of the metrics are missing")
 

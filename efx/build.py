@@ -35,6 +35,7 @@ from efx.data import SPLITS, load, tokenizers
 from efx.data.tokenizers import load_tokenizer
 from efx.errors import UsageError
 from efx.layers import kernels, mup
+from efx.metrics import read_metrics
 from efx.runfolder import TOKENIZER_FILE
 
 # Of config.data: what decides which text there is, and what else which part of it is held out.
@@ -746,13 +747,26 @@ def finished(config, workdir, step=None, splits=()):
     return built, restored.step, params, state.variables
 
 
-def checkpointer(workdir, c):
-    """The `Checkpointer` of a run folder, by the block `config.checkpoint`."""
+def checkpointer(workdir, c, scores=None):
+    """The `Checkpointer` of a run folder, by the block `config.checkpoint`.
+
+    scores: see `Checkpointer`; None: those of the run's metrics.
+    """
+    if scores is None:
+        scores = read_scores(workdir, c) if c.keep_best else {}
     return Checkpointer(
         storage.folder(workdir) / runfolder.CHECKPOINTS,
         every=c.every,
         keep_last=c.keep_last,
         keep_best=c.keep_best,
-        best_metric=c.best_metric,
+        scores=scores,
         asynchronous=c.asynchronous,
     )
+
+
+def read_scores(workdir, c):
+    """{step: `config.checkpoint.best_metric`} of the rows of a run's metrics."""
+    if not (storage.folder(workdir) / runfolder.METRICS_FILE).exists():
+        return {}
+    rows = read_metrics(workdir)
+    return {row["step"]: row[c.best_metric] for row in rows if c.best_metric in row}

@@ -1,21 +1,23 @@
-"""The run folder: one directory that holds everything about a run and can be read without JAX.
+"""The run directory: one folder with everything about a run, readable without JAX.
 
-    config.json      every key of the config, sorted, and a checksum of them
-    run.json         one record per launch: versions, git revision, devices, command line, time,
-                     attention kernels and why others were refused; hashes of the text; the run
-                     that it started from, was converted from or follows, or the cluster that it
-                     trains on, if any; a checksum of all this
+    config.json      every setting, sorted
+    run.json         a record of each launch (versions, git revision, devices, command line, time,
+                     attention kernels), and the run's record
     held_out.json    which part of the text is held out        (efx.data.opened)
-    metrics.jsonl    one line per logged step          (efx.metrics)
-    checkpoints/     one folder per kept step          (efx.checkpoint)
-    samples/         text samples                      (efx.metrics)
-    tensorboard/     event files                       (efx.metrics)
+    tokenizer.json
+    metrics.jsonl    one line per logged step                  (efx.metrics)
+    checkpoints/     one folder per kept step                  (efx.checkpoint)
+    samples/         text samples                              (efx.metrics)
+    tensorboard/     event files                               (efx.metrics)
 
-A launch that trains checks the folder first (`open_run`) and writes once nothing can fail any more
+A run's record is its config, the hashes of its text, held-out split and tokenizer, and the runs
+that it started from, was converted from or learns from. Each checkpoint holds the record under its
+checksums, and a launch that resumes is compared with that alone: config.json and run.json are
+copies for people, which the next launch writes again.
+
+A launch that trains checks the folder first (`open_run`) and writes when nothing can fail any more
 (`OpenedRun.commit`), so that a launch that fails leaves the folder as it was. A folder without a
 checkpoint is free for any config. `Lock` keeps a second launch out.
-
-`recorded_config` and all other functions here that read import neither JAX nor numpy.
 """
 
 import contextlib
@@ -58,38 +60,6 @@ USES = {
 _OF_A_RUN = (CHECKPOINTS, METRICS_FILE, RUN_FILE, TOKENIZER_FILE, HELD_OUT_FILE)
 # Settings without which a config.json is that of another program: a model has one, too.
 _OF_A_CONFIG = ("seed", "steps", "model")
-_CHECKSUM = "checksum"  # the entry of config.json and run.json that is made of all others
-# Of run.json: the type of each entry, and the keys of those that are dicts.
-_ENTRIES = {
-    "launches": list,
-    "origin": dict,
-    "imported": dict,
-    "converted": dict,
-    "teacher": dict,
-    "text": dict,
-    "subset": str,
-    "tokenizer": str,
-}
-_KEYS_OF_ENTRIES = {
-    "origin": ("run", "step", "parameters"),
-    "imported": ("from", "model_type", "parameters"),
-    "converted": ("from", "to", "step", "parameters"),
-    "teacher": ("run", "step", "parameters"),
-    "text": ("source", "eval_source", "held_out"),
-}
-
-# Entries of run.json that decide what the run is, and the keys that may change: folders move, and a
-# text may be said to have grown (`config.data.on_change`).
-_DECISIVE = {
-    "text": ("source",),
-    "subset": (),
-    "tokenizer": (),
-    "origin": ("run",),
-    "teacher": ("run",),
-}
-
-# What a checkpoint remembers of the config.json that is about to replace the one it was saved with.
-NEXT_CONFIG = "next_config"
 
 _LONGEST_NAME = 120  # characters; Weights & Biases takes 128
 # Packages whose versions decide what a run computes.
@@ -181,27 +151,24 @@ def is_run(folder):
 
 
 def recorded_config(workdir, setting="--workdir"):
-    """The config of a run folder as a plain dict (tuples come back as lists).
+    """The config of a run as a plain dict (tuples are lists): that of its newest checkpoint, of a
+    run without one config.json.
 
     setting: the flag or setting that names the folder, for messages.
-    Raises UsageError if `workdir` is not a run folder, or its config.json cannot be read or is not
-    as it was written.
+    Raises UsageError if `workdir` is not a run folder or its config cannot be read.
     """
     folder = storage.folder(workdir, setting)
-    path = folder / CONFIG_FILE
     if not folder.is_dir():
         raise UsageError(f"{setting}={workdir} is not a run folder: there is no such folder")
-    if not path.is_file() and holds_result(folder):
-        raise UsageError(
-            f"{setting}={workdir} has no {CONFIG_FILE}; to resume training in it, pass "
-            "--config and all settings of the run, and the file is written again"
-        )
+    if config := checkpoint_record(folder).get("config"):
+        return config
+    path = folder / CONFIG_FILE
     if not path.is_file():
         raise UsageError(
             f"{setting}={workdir} is not a run folder: it has no {CONFIG_FILE}; use a folder "
             "written by --mode=train"
         )
-    return _read_sealed(path)
+    return _read_dict(path)
 
 
 def recorded_setting(workdir, key):
@@ -235,67 +202,66 @@ class OpenedRun:
     command_line: tuple
 
     def commit(self, files, **entries):
-        """Writes config.json, `files`, and into run.json a record of this launch and `entries`.
+        """Write config.json, `files` and run.json with a record of this launch.
 
-        files: {name: text, or None for no such file}. A continued run keeps the files that it has;
-        a new run replaces those that an earlier launch without a checkpoint may have left. With
-        several processes all of them call this; process 0 alone writes.
+        Args:
+          files: {name: text, or None for no such file}. A resumed run keeps the files that it has;
+            a new run replaces those that an earlier launch without a checkpoint may have left.
+          entries: of the run's record, which replace those of the newest checkpoint's.
+
+        Returns: the run's record, for its next checkpoints. With several processes all of them call
+          this; process 0 alone writes.
         """
-        on_primary(self.path, lambda: self._commit(files, entries))
+        earlier = {} if self.is_new else checkpoint_record(self.path)
+        record = {**earlier, **entries, "config": self.config}
+        on_primary(self.path, lambda: self._write(files, record))
+        return record
 
-    def _commit(self, files, entries):
+    def _write(self, files, record):
         launch = describe_launch(self.command_line)
         if not self.is_new:
             launch["changed"] = self.changed
+        launches = [] if self.is_new else run_record(self.path).get("launches", [])
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-        # First of all files, since it says whose folder this is.
-        _write_sealed(self.path / CONFIG_FILE, self.config)
-        with writing(self.path):
+            # First of all files, since it says whose folder this is.
+            _write_json(self.path / CONFIG_FILE, self.config)
             for name, text in files.items():
                 path = self.path / name
                 if text is None and self.is_new:
                     path.unlink(missing_ok=True)
                 elif text is not None and (self.is_new or not path.exists()):
                     write_atomic(path, text)
-        earlier = {} if self.is_new else run_record(self.path)
-        launches = [*earlier.get("launches", []), launch]
-        _write_sealed(self.path / RUN_FILE, {**earlier, "launches": launches, **entries})
+        entries = {name: entry for name, entry in record.items() if name != "config"}
+        _write_json(self.path / RUN_FILE, {"launches": [*launches, launch], **entries})
 
 
 def open_run(workdir, config, *, command_line, may_differ=(), completed=None):
-    """Checks that a run folder is free, or that `config` may continue the run that is there.
+    """Check that a run folder is free, or that `config` may resume the run that is there.
 
     Args:
       workdir: the folder; it may be absent.
       config: nested plain dict, the complete config (`ConfigDict.to_dict()`).
       command_line: list of str, recorded in run.json.
       may_differ: regexes (full match on the dotted key, such as `log\\..*`) of keys that a later
-        launch may change. A change is written to config.json and recorded in run.json.
+        launch may change. A change is recorded in run.json.
       completed: a recorded config -> it with the settings that came after it; None: there are none.
 
-    Returns: OpenedRun, whose `commit` writes. Nothing is written here but a config.json that was
-      lost, if the newest checkpoint knows `config` for that of its run.
+    Returns: OpenedRun, whose `commit` writes. Nothing is written here.
     Raises: UsageError naming the keys that differ with both values, or the file at fault.
 
     With several processes all of them call this; process 0 alone reads.
     """
     config = json.loads(json.dumps(config, default=_plain))
     folder, changed = storage.folder(workdir), {}
-
-    def open_folder():
-        _restore_config(folder, config, may_differ)
-        return int(_is_new(workdir))
-
-    is_new = on_primary(workdir, open_folder)
+    is_new = on_primary(workdir, lambda: int(_is_new(workdir)))
     if not is_new:
 
         def check():
             stored = recorded_config(workdir)
             stored = completed(stored) if completed else stored
             changed.update(_check_same(workdir, stored, config, may_differ))
-            run_record(workdir)  # or it would be found damaged when some files are written already
-            _check_config_of_checkpoint(folder, may_differ)
+            run_record(workdir)  # or its damage would be noticed after files are written
 
         on_primary(workdir, check)
     return OpenedRun(folder, bool(is_new), changed, config, tuple(command_line))
@@ -326,6 +292,8 @@ def on_primary(workdir, action):
 
 def _is_new(workdir):
     folder = storage.folder(workdir)
+    if checkpoint_record(folder):
+        return False
     if (folder / CONFIG_FILE).exists():
         for name in _OF_A_CONFIG:
             if name not in recorded_config(workdir):
@@ -487,75 +455,25 @@ def check_config(workdir, config, may_differ, completed):
     return _check_same(workdir, completed(recorded_config(workdir)), config, may_differ)
 
 
-def fingerprints(workdir, may_differ=None):
-    """What a checkpoint remembers of run.json, and of config.json unless `may_differ` is None: with
-    either lost, or that of another run, held-out text might be trained on.
-
-    Returns: {name of an entry of run.json, or "config": its fingerprint}, JSON-able.
-    """
-    folder = storage.folder(workdir)
-    found = _fingerprints_of_record(_read_sealed(folder / RUN_FILE))
-    if may_differ is not None:
-        found["config"] = fingerprint_of_config(_read_sealed(folder / CONFIG_FILE), may_differ)
-    return found
+def checkpoint_record(workdir):
+    """The run's record in its newest checkpoint; {} without one."""
+    return newest_meta(workdir)[1].get("record", {})
 
 
-def _fingerprints_of_record(record):
-    found = {}
-    for name, may_change in _DECISIVE.items():
-        entry = record.get(name)
-        if isinstance(entry, dict):
-            entry = {key: value for key, value in entry.items() if key not in may_change}
-        if entry is not None:
-            found[name] = _seal(entry)
-    return found
-
-
-def fingerprint_of_config(config, may_differ):
-    """Of the settings that no later launch may change. Which these are depends on the version of
-    efx, and only fingerprints "of" the same ones can be compared."""
-    kept = {
-        key: value
-        for key, value in dotted(config).items()
-        if not any(re.fullmatch(pattern, key) for pattern in may_differ)
-    }
-    # 1 and 1.0 are the same setting, of which a launch writes its own.
-    kept = json.loads(json.dumps(kept), parse_float=_shortest_number)
-    return {"of": _seal(list(may_differ)), "settings": _seal(kept)}
-
-
-def _shortest_number(text):
-    number = float(text)
-    return int(number) if number.is_integer() else number
-
-
-def is_complete(workdir):
-    """Whether the newest checkpoint is that of the run's last step, with the evaluation and samples
-    of this step done and all losses finite."""
-    step, meta = _newest_meta(storage.folder(workdir))
-    return meta.get("last_step") == step and meta.get("pending") == [] and meta.get("ending") == ""
-
-
-def _remembered(folder):
-    """(step, `fingerprints`) of the newest checkpoint that can be read; (None, {}) without one, and
-    no fingerprints where it was saved without."""
-    step, meta = _newest_meta(folder)
-    found = meta.get("fingerprints", {})
-    return step, found if isinstance(found, dict) else {}
-
-
-def _newest_meta(folder):
+def newest_meta(workdir):
     """(step, meta) of the newest checkpoint that can be read; (None, {}) without one."""
+    root = storage.folder(workdir) / CHECKPOINTS
     try:
-        steps = [int(path.name) for path in (folder / CHECKPOINTS).iterdir() if _is_step(path.name)]
+        steps = [int(path.name) for path in root.iterdir() if _is_step(path.name)]
     except OSError:  # no such folder, or not one
         steps = []
     for step in sorted(steps, reverse=True):
-        path = folder / CHECKPOINTS / str(step)
-        # What is damaged, or not yet whole, is told of by who restores it.
-        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-            amended = reading.read_json(path / MANIFEST).get("amended", {})
-            return step, reading.read_json(path / "meta" / "metadata") | amended
+        # Reading parameters reports a checkpoint that is damaged or not finished.
+        with contextlib.suppress(OSError, ValueError):
+            if (root / str(step) / MANIFEST).exists():
+                meta = reading.read_json(root / str(step) / "meta" / "metadata")
+                if isinstance(meta, dict) and isinstance(meta.get("record", {}), dict):
+                    return step, meta
     return None, {}
 
 
@@ -563,96 +481,24 @@ def _is_step(name):
     return name.isascii() and name.isdecimal() and len(name) < 19
 
 
-def _restore_config(folder, config, may_differ):
-    """Writes a config.json that was lost, of a config that the newest checkpoint was saved with.
-
-    UsageError for another config. What a checkpoint of an earlier efx knows cannot be compared.
-    """
-    path = folder / CONFIG_FILE
-    if path.exists():
-        return
-    step, remembered = _remembered(folder)
-    known = _configs_of(remembered)
-    if not known:  # of a new run, which needs no fingerprint
-        return
-    now = fingerprint_of_config(config, may_differ)
-    if all(one.get("of") != now["of"] for one in known):
-        return
-    if now not in known:
-        raise UsageError(
-            f"--workdir={folder} has no {CONFIG_FILE}, and checkpoint {step} was saved with "
-            "other settings than these; pass the settings of the run to write it again, or "
-            "use another --workdir"
-        )
-    _write_sealed(path, config)
-    _warn(f"{path} was missing and is written again: checkpoint {step} has these settings")
-
-
-def _configs_of(remembered):
-    """Fingerprints of the configs that may lie beside a checkpoint with these `fingerprints`."""
-    found = (remembered.get(name) for name in ("config", NEXT_CONFIG))
-    return [config for config in found if isinstance(config, dict)]
-
-
-def _check_config_of_checkpoint(folder, may_differ):
-    """UsageError if config.json is that of another run, unless it was edited on purpose."""
-    path = folder / CONFIG_FILE
-    step, remembered = _remembered(folder)
-    before = remembered.get("config")
-    if not isinstance(before, dict) or _CHECKSUM not in _read_json(path):
-        return
-    now = fingerprint_of_config(_read_sealed(path), may_differ)
-    if before.get("of") == now["of"] and now not in _configs_of(remembered):
-        raise UsageError(
-            f"{path} is not the config of checkpoint {step}; restore the file, or, if it was "
-            f'edited on purpose, delete its entry "{_CHECKSUM}"'
-        )
-
-
-def _check_record_of_checkpoint(folder, record):
-    """UsageError if run.json is lost, or lacks or changes what the newest checkpoint knows."""
-    step, remembered = _remembered(folder)
-    now = _fingerprints_of_record(record)
-    lost = [name for name in _DECISIVE if name in remembered and remembered[name] != now.get(name)]
-    if lost:
-        what = "is missing"
-        if record:
-            what = f"lacks {' and '.join(lost)} of the run, or has changed ones"
-        raise UsageError(
-            f"{folder / RUN_FILE} {what}: checkpoint {step} needs it to know the held-out text "
-            "and the start of the run; restore the file, or start another run from its "
-            "parameters with --config.init.run"
-        )
-
-
 def run_record(workdir):
-    """run.json as a dict: `launches`, and the entries of `OpenedRun.commit`; {} without one.
-
-    UsageError if it is not that of the checkpoint beside it.
-    """
+    """The run's record, and `launches` of run.json; {} without a run."""
     path = storage.folder(workdir) / RUN_FILE
-    record = _read_sealed(path) if path.is_file() else {}
-    for name, kind in _ENTRIES.items():
-        if name not in record:
-            continue
-        keys, entry = _KEYS_OF_ENTRIES.get(name, ()), record[name]
-        if not isinstance(entry, kind) or any(key not in entry for key in keys):
-            raise UsageError(
-                f"{path} is not the record of a run: expected {name!r} to be a "
-                f"{kind.__name__}{' with ' * bool(keys)}{', '.join(keys)}; restore the file"
-            )
-    _check_record_of_checkpoint(path.parent, record)
-    return record
+    contents = _read_dict(path) if path.is_file() else {}
+    if not isinstance(contents.get("launches", []), list):
+        raise UsageError(f"{path} is not the record of a run: delete it; it is a copy")
+    return {**contents, **checkpoint_record(workdir)}
 
 
 def amend_launch(workdir, **entries):
-    """Add entries to the record of the newest launch. With several processes all of them call this;
+    """Add entries to the newest launch in run.json. With several processes all of them call this;
     process 0 alone writes."""
 
     def amend():
-        record = run_record(workdir)
-        record["launches"][-1] |= entries
-        _write_sealed(storage.folder(workdir) / RUN_FILE, record)
+        path = storage.folder(workdir) / RUN_FILE
+        contents = _read_dict(path)
+        contents["launches"][-1] |= entries
+        _write_json(path, contents)
 
     on_primary(workdir, amend)
 
@@ -661,20 +507,13 @@ def saved_tokenizer(workdir):
     """Path of the tokenizer.json of the run in a folder; None without a run.
 
     Raises UsageError if it is not the one that the run recorded: its ids would mean something else
-    to the model. With run.json lost, the newest checkpoint knows which one that is.
+    to the model.
     """
-    folder = storage.folder(workdir)
-    path = folder / TOKENIZER_FILE
+    path = storage.folder(workdir) / TOKENIZER_FILE
     if not holds_result(workdir):
         return None
-    text = _text(path)
-    known = None if (folder / RUN_FILE).is_file() else _remembered(folder)[1].get("tokenizer")
-    if known:
-        is_another = _seal(checksum(text)) != known
-    else:
-        entry = run_record(workdir).get("tokenizer")
-        is_another = entry and checksum(text) != entry
-    if is_another:
+    text, recorded = _text(path), run_record(workdir).get("tokenizer")
+    if recorded and checksum(text) != recorded:
         raise UsageError(
             f"{path} is missing, or not the tokenizer of this run; restore the file, or use "
             "another --workdir"
@@ -857,39 +696,23 @@ def git_revision(package=None):
         return None
 
 
-def _write_sealed(path, contents):
-    """Writes a dict as JSON with a checksum of what it says, however that is laid out."""
-    plain = json.loads(json.dumps(contents))
-    sealed = {**plain, _CHECKSUM: _seal(plain)}
-    write_atomic(path, json.dumps(sealed, indent=2, sort_keys=path.name == CONFIG_FILE) + "\n")
+def _write_json(path, contents):
+    write_atomic(path, json.dumps(contents, indent=2, sort_keys=path.name == CONFIG_FILE) + "\n")
 
 
-def _seal(contents):
-    return checksum(json.dumps(contents, sort_keys=True))
-
-
-def _read_sealed(path):
-    """The dict that `_write_sealed` wrote. Whoever edits a file takes the checksum out of it."""
-    contents = _read_json(path)
-    if not isinstance(contents, dict):
-        raise UsageError(
-            f"{path} is not a file of efx: expected a dict, not {type(contents).__name__}; "
-            "restore the file, or use another --workdir"
-        )
-    if _CHECKSUM in contents and contents.pop(_CHECKSUM) != _seal(contents):
-        raise UsageError(
-            f"{path} is damaged or was edited; restore the file, or, if it was edited on "
-            f'purpose, delete its entry "{_CHECKSUM}"'
-        )
-    return contents
-
-
-def _read_json(path):
+def _read_dict(path):
+    """The dict in a JSON file; UsageError if it cannot be read."""
     try:
-        return reading.read_json(path)
+        contents = reading.read_json(path)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {reason(error)}") from error
     except ValueError as error:
         raise UsageError(
             f"{path} is damaged: not JSON ({error}); restore the file, or use another --workdir"
         ) from error
+    if not isinstance(contents, dict):
+        raise UsageError(
+            f"{path} is not a file of efx: expected a dict, not {type(contents).__name__}; "
+            "restore the file, or use another --workdir"
+        )
+    return contents

@@ -23,7 +23,6 @@ ENDS_WITH = "EFX_ENDS_WITH"
 _SAME_SECONDS = 1.0
 
 _threads = []  # of every `Beside` that may not have ended
-_left = False  # whether a library's threads may do what nobody waits for
 
 
 def end_at_ctrl_c():
@@ -229,15 +228,9 @@ class SecondSignal:
                     os._exit(128 + number)
 
 
-def leave_work():
-    """Says that threads of a library may still do what nobody waits for."""
-    global _left
-    _left = True
-
-
 def work_is_left():
     """Whether a thread still does what nobody waits for: Python would wait for it at its end."""
-    return _left or any(thread.is_alive() for thread in _threads)
+    return any(thread.is_alive() for thread in _threads)
 
 
 def status_without_reader():

@@ -1,4 +1,9 @@
-"""The one training loop: build, restore, step, log, evaluate, sample, save."""
+"""The training loop: restore or initialise; for each batch: step and log; when due save, evaluate
+and sample; on a signal save and stop.
+
+What is due at a step is saved first and done then. A launch that resumes a step whose evaluation or
+samples are missing does these before it trains.
+"""
 
 import contextlib
 import math
@@ -25,10 +30,9 @@ from efx.metrics import (
     read_metrics,
 )
 from efx.metrics.progress import is_primary
-from efx.metrics.writer import WANDB_ID_FILE, WRITTEN, check_wandb
-from efx.profiler import Profile, compile_seconds
+from efx.metrics.writer import WANDB_ID_FILE, WRITTEN, check_wandb, samples_path
 from efx.sample import TextSampler
-from efx.signals import Interrupted, StopSignals, leave_work
+from efx.signals import Interrupted, StopSignals
 
 # The settings that a later launch of the same run may change.
 MAY_DIFFER = (
@@ -40,22 +44,21 @@ MAY_DIFFER = (
     r"sample\..*",
     r"mesh\..*",
     r"rules",
+    r"data\.(source|eval_source)",  # files may move: their contents are compared
     r"data\.cache_dir",
     r"data\.subset",
     r"data\.on_change",
     r"cluster\..*",
     r"ensemble\..*",
     r"train\.max_nonfinite",
-    r"train\.teacher",  # a folder may move: that it is the same model is checked
+    r"train\.teacher",  # a folder may move: its parameters are compared
     r"train\.loss_chunk",
     r"model\.remat",
     r"model\.vocab_multiple",
     r"model\.attention\.(chunk|kernel)",
 )
-
-
-# Of what a step reports the numbers that a row has as they are after its step; of the others it has
-# means over the steps since the last row.
+# Counts in a row of metrics are those after its step; other numbers of steps are averaged over the
+# steps since the last row.
 COUNTS = ("train/nonfinite_total", "train/nonfinite_run")
 
 
@@ -85,7 +88,7 @@ def train_and_evaluate(config, workdir, *, command_line=(), started=None):
     """
     runfolder.check_shared(workdir)
     with runfolder.Lock(workdir) as lock:
-        return _Launch(config, workdir, command_line, started or time.monotonic(), lock).train()
+        return Trainer(config, workdir, command_line, started or time.monotonic(), lock).run()
 
 
 def compose(config, workdir, *, command_line=(), started=None):
@@ -94,22 +97,60 @@ def compose(config, workdir, *, command_line=(), started=None):
     `train_and_evaluate`."""
     runfolder.check_shared(workdir)
     with runfolder.Lock(workdir) as lock:
-        launch = _Launch(config, workdir, command_line, started or time.monotonic(), lock)
-        return launch.train(untrained=True)
+        trainer = Trainer(config, workdir, command_line, started or time.monotonic(), lock)
+        return trainer.run(untrained=True)
 
 
-class _Stopwatch:
-    """Seconds for which it has run. It may be started once and stopped for a while."""
+def is_finished(config, workdir):
+    """Whether a launch with this config has nothing to do: the run is at its last step, evaluated
+    and sampled, and its loss is finite."""
+    step, meta = runfolder.newest_meta(workdir)
+    if step is None or meta.get("last_step") != step:
+        return False
+    plain, completed = settings.as_dict(config), run_settings.completed
+    changed = runfolder.check_config(workdir, plain, MAY_DIFFER, completed)
+    if changed.keys() & {"steps", "train_flops"} or missing_work(config, workdir, step, step):
+        return False
+    row = row_of(workdir, step)
+    return row["eval/loss"] is not None and not row.get("train/nonfinite_run")
 
-    def __init__(self):
-        self._seconds, self._since = 0.0, None
+
+def due_at(config, step, last_step):
+    """Which of "checkpoint", "evaluate" and "sample" are due after a step, in this order."""
+    every = {name: getattr(config, name).every for name in ("checkpoint", "evaluate", "sample")}
+    if step == last_step:
+        return [name for name in every if every[name] or name != "sample"]
+    return [name for name in every if step and every[name] and step % every[name] == 0]
+
+
+def missing_work(config, workdir, step, last_step):
+    """What is due at a step and not on disk: "evaluate", "sample", both or neither."""
+    folder, due = storage.folder(workdir), due_at(config, step, last_step)
+    is_missing = {
+        "evaluate": "eval/loss" not in row_of(workdir, step),
+        "sample": not samples_path(folder, step).exists(),
+    }
+    return [name for name in is_missing if name in due and is_missing[name]]
+
+
+def row_of(workdir, step):
+    """The row of a step in a run's metrics; {} without one."""
+    if not (storage.folder(workdir) / runfolder.METRICS_FILE).exists():
+        return {}
+    return next((row for row in read_metrics(workdir) if row["step"] == step), {})
+
+
+class Stopwatch:
+    """Seconds of training: it runs from `start`, and can be stopped for a while."""
+
+    def __init__(self, seconds=0.0):
+        self._seconds, self._since = seconds, None
 
     def start(self):
         self._since = time.monotonic()
 
     def seconds(self):
-        running = 0.0 if self._since is None else time.monotonic() - self._since
-        return self._seconds + running
+        return self._seconds + (0.0 if self._since is None else time.monotonic() - self._since)
 
     @contextlib.contextmanager
     def stopped(self):
@@ -120,48 +161,39 @@ class _Stopwatch:
             self.start()
 
 
-class _Launch:
-    """One launch of a run."""
+class Trainer:
+    """One launch of a run. Making it checks everything and writes nothing."""
 
     def __init__(self, config, workdir, command_line, started, lock):
         self.started, self.lock = started, lock
         self.workdir, config = storage.folder(workdir), run_settings.check(config)
-        self.timings = {"imports": time.monotonic() - started}
         self.opened = self._open_run(config, command_line)
-        if config.log.wandb:  # before the lock makes a folder of a launch that is refused
+        if config.log.wandb:
             runfolder.on_primary(workdir, lambda: check_wandb(config.log.wandb))
-        with self._timed("data and model"):
-            self.experiment = build.experiment(config, workdir)
-            self.training = build.Training(self.experiment)
-            self.training.check_memory()
+        self.experiment = e = build.experiment(config, workdir)
+        self.training = build.Training(e)
+        self.training.check_memory()
         if advice := self.training.advice():
             warn(advice)
-        e = self.experiment
-        self.config, self.data, self.model = config, e.data, e.model
-        self.parameters = count_params(self.training.shapes.params)
-        self.placement = sharding.Placement(e.mesh, e.rules, config.data.batch_size)
-        # Made here, so that a bad prompt or setting is an error before anything is written.
-        c = config.sample
+        self.config = e.config
+        self._check_text()
+        self.placement = sharding.Placement(e.mesh, e.rules, e.config.data.batch_size)
+        c = e.config.sample
         self.sampler = c.every and TextSampler(
             e.model, e.tokenizer, c, batch_size=c.num_samples, rules=e.rules
         )
-        self._check_subset()
-        self.before = 0.0  # seconds of training of earlier launches
-        self.flops_before = None  # (step, FLOPs up to it as they are saved) of the one gone on from
-        self.watch = _Stopwatch()
-        self.row_at = 0.0  # what it said at the last row
-        # What the steps since the last row reported; how many of these an earlier launch made.
-        self.window, self.made_before = [], 0
-        self.buffer = MetricsBuffer()
-        self.last_row = {}
-        self.step, self.restored = 0, False
-        self.attention = []  # what run.json records of the kernels of the steps compiled so far
-        self.teacher, self.teacher_origin = None, None  # its variables, and where they are from
-        self.ending = ""  # what is not finite at the end of the run, in words
-        self.pending = []  # what was due at this step and not done: a signal came
-        self.profile = None  # the one whose window is open
-        self.fingerprints = self.remembered = {}  # of config.json and run.json: now, in checkpoint
-        self.seed = jax.device_put(np.uint32(config.seed), sharding.replicated(e.mesh))
+        self.teacher, self.teacher_origin = self._read_teacher()
+        # FLOP/s of all devices together; 0 where it is not known.
+        self.peak = jax.device_count() * (device_peak(e.config.train.dtype) or 0.0)
+        self.seed = jax.device_put(np.uint32(e.config.seed), sharding.replicated(e.mesh))
+        self.step, self.watch = 0, Stopwatch()
+        self.earlier_flops = None  # (step, its FLOPs) that the run resumed from
+        self.buffer, self.rows = MetricsBuffer(), []  # rows: of the steps since the last logged one
+        self.logged_at = 0.0  # seconds of training at the last logged row
+        self.last_row, self.scores = {}, {}
+        self.attention = []  # kernels of the compiled steps, as run.json records them
+        self.profiling_since = None  # the step
+        self.is_stopped = False  # by a signal
 
     def _open_run(self, config, command_line):
         return runfolder.open_run(
@@ -172,11 +204,115 @@ class _Launch:
             completed=run_settings.completed,
         )
 
-    def _commit(self, origin, files):
-        """Write into the folder, after all checks that need no writing have passed.
+    def _check_text(self):
+        """UsageError if the text or its subset is not that of the run, wherever its files are."""
+        if self.opened.is_new:
+            return
+        record, data, c = runfolder.run_record(self.workdir), self.experiment.data, self.config.data
+        for key in ("source", "eval_source"):
+            moved = getattr(c, key) != runfolder.recorded_setting(self.workdir, f"data.{key}")
+            if moved and "text" in record and data.origin[key] != record["text"][key]:
+                raise UsageError(
+                    f"config.data.{key}={getattr(c, key)}: --workdir={self.workdir} was trained on "
+                    "another text; use the same text, or another --workdir"
+                )
+        if record.get("subset") != data.subset:
+            raise UsageError(
+                f"--workdir={self.workdir} was trained on other documents than those of "
+                f"config.data.subset={c.subset!r}; use another --workdir"
+            )
 
-        origin: of the parameters, None if the run initialised them. files: ExitStack that closes
-        the metrics.
+    def _read_teacher(self):
+        """(variables, origin) of the teacher: of a run that resumes, those that it began with."""
+        e, run = self.experiment, self.config.train.teacher
+        if e.teacher is None:
+            return None, None
+        began = None if self.opened.is_new else runfolder.run_record(self.workdir).get("teacher")
+        step, teacher = build.read_teacher(e, began and began["step"])
+        found = fingerprint(teacher["params"], e.teacher.model.vocab_size)
+        if began and found != began["parameters"]:
+            raise UsageError(
+                f"config.train.teacher={run}: its parameters at step {step} are not those of "
+                f"the teacher of --workdir={self.workdir}; use the folder of the first teacher"
+            )
+        return teacher, {"run": run, "step": step, "parameters": found}
+
+    def run(self, untrained=False):
+        """Train to the last step; `untrained`: write the checkpoint of step 0 and stop."""
+        e, c = self.experiment, self.config.data
+        advice = (
+            f"lower config.data.batch_size={c.batch_size} or config.data.seq_len={c.seq_len}, or"
+            f" raise config.train.accumulation={self.config.train.accumulation}"
+        )
+        if not self.opened.is_new:
+            self.scores |= build.read_scores(self.workdir, self.config.checkpoint)
+        with (
+            memory.exhaustion_as_usage_error("training", advice),
+            StopSignals() as self.signals,  # until the last save is on disk
+            sharding.use(e.mesh, e.rules),
+            build.checkpointer(
+                self.workdir, self.config.checkpoint, self.scores
+            ) as self.checkpoints,
+            contextlib.ExitStack() as files,
+            Progress(e.steps, peak_flops_per_second=self.peak) as self.progress,
+        ):
+            self.evaluator = Evaluator(e.model, self.config, e.data, e.mesh, e.rules)
+            if self.config.checkpoint.keep_best:
+                shapes, metric = self.training.shapes, self.config.checkpoint.best_metric
+                self.evaluator.check_metric(metric, shapes.params, shapes.variables)
+            if not untrained:
+                self._print_estimate()
+            self.iterator = e.data.train_iterator(rows=self.placement.rows)
+            origin = self._restore_or_initialise()
+            if self.step > e.steps:
+                # Nothing is trained with this config, so it is not that of the run.
+                return self._finish_again(f"; config.steps={e.steps} does not change it")
+            self._open_files(origin, files)
+            self._print_banner()
+            if untrained:
+                self._save_untrained()
+                return self._finish()
+            if not self.opened.is_new:
+                self._evaluate_and_sample(self._missing_work())
+            if self.step >= e.steps:
+                return self._finish_again(f" of {e.steps}")
+            try:
+                self._train()
+            except Interrupted:
+                self._stop()
+            self._end_profile()
+            return self._finish()
+
+    # ---- start -----------------------------------------------------------------------------------
+
+    def _restore_or_initialise(self):
+        """Set state, step and position in the data. Returns the origin of initial parameters that
+        come from another run, else None. Reads only."""
+        e, origin = self.experiment, None
+        if self.checkpoints.latest_step() is None:
+            self.progress.println("initialising the parameters")
+            state = self.training.new_state(self.seed)
+            self.state, origin = start_from(state, self.config, e.model, self.progress.println)
+            if self.config.init.run or e.model.members:
+                self.state = self.training.begun_anew(self.state)
+        else:
+            restored = self.checkpoints.restore(
+                self.training.shapes,
+                on_damage=self.config.checkpoint.on_damage,
+                vocab_size=e.model.vocab_size,
+            )
+            self.state, self.step = restored.state, restored.step
+            self.iterator.set_state(restored.data_state)
+            self.watch = Stopwatch(restored.meta["seconds"])
+            self.logged_at = self.watch.seconds()
+            self.earlier_flops = self.step, restored.meta["flops"]
+        self.position = self.iterator.get_state()
+        return origin
+
+    def _open_files(self, origin, files):
+        """Write the records of this launch and open the metrics, now that all checks have passed.
+
+        origin: see `_restore_or_initialise`. files: ExitStack that closes the metrics.
         """
         self.lock.take()
         opened = self._open_run(self.config, self.opened.command_line)
@@ -185,7 +321,7 @@ class _Launch:
                 f"--workdir={self.workdir}: another launch trained there during the start of "
                 "this one; rerun the command"
             )
-        c, data = self.config.log, self.data
+        c, data = self.config.log, self.experiment.data
 
         def open_metrics():
             self.mirror = files.enter_context(
@@ -199,46 +335,24 @@ class _Launch:
             )
             self.writer = files.enter_context(writer)
 
-        entries = {"origin": origin} if origin else {}
-        if self.teacher_origin:
-            entries["teacher"] = self.teacher_origin
         if jax.process_index() != 0:
             open_metrics()  # which writes nothing
         runfolder.on_primary(self.workdir, open_metrics)
-        if data.subset:
-            entries["subset"] = data.subset
-        held_out, entries["text"] = runfolder.text_entries(data.origin)
+        held_out, text = runfolder.text_entries(data.origin)
         saved = runfolder.saved_tokenizer(self.workdir)
         tokenizer = saved.read_text(encoding="utf-8") if saved else data.tokenizer.to_json()
-        entries["tokenizer"] = runfolder.checksum(tokenizer)
+        entries = {
+            "text": text,
+            "tokenizer": runfolder.checksum(tokenizer),
+            "subset": data.subset,
+            "origin": origin,
+            "teacher": self.teacher_origin,
+        }
         contents = {runfolder.HELD_OUT_FILE: held_out, runfolder.TOKENIZER_FILE: tokenizer}
         if not c.wandb:
             contents[WANDB_ID_FILE] = None
-        self._announce(opened.config)
-        opened.commit(contents, **entries)
-        self._remember_files()
-        self.writer.truncate_after(
-            self.step if self.restored else -1, samples_of_step="sample" not in self.pending
-        )
-
-    def _announce(self, config):
-        """Have the checkpoint gone on from know the config.json that is to be written, which
-        another efx or an edit on purpose may have changed: killed between the two, a launch would
-        leave one that is taken for that of another run."""
-        if not self.restored or jax.process_index() != 0:
-            return
-        coming = runfolder.fingerprint_of_config(config, MAY_DIFFER)
-        if self.remembered.get("config", coming) != coming:
-            self.remembered = self.remembered | {runfolder.NEXT_CONFIG: coming}
-            self.checkpoints.amend(self.step, None, {"fingerprints": self.remembered})
-
-    def _remember_files(self):
-        """Have the checkpoints know config.json and run.json, the one gone on from as well: it may
-        be of an efx that did not, or a file was edited on purpose since."""
-        if jax.process_index() == 0:  # which has written them, and whose meta counts
-            self.fingerprints = runfolder.fingerprints(self.workdir, MAY_DIFFER)
-        if self.restored and self.remembered != self.fingerprints:
-            self.checkpoints.amend(self.step, None, {"fingerprints": self.fingerprints})
+        self.record = opened.commit(contents, **{k: v for k, v in entries.items() if v})
+        self.writer.truncate_after(-1 if opened.is_new else self.step)
 
     def _for_wandb(self):
         """Arguments of `wandb.init`, None without."""
@@ -253,314 +367,149 @@ class _Launch:
             "config": settings.as_dict(self.config),
         }
 
-    def _check_subset(self):
-        """UsageError if the file of the subset lists other documents than the run began with."""
-        recorded_subset = runfolder.run_record(self.workdir).get("subset")
-        if not self.opened.is_new and recorded_subset != self.data.subset:
-            raise UsageError(
-                f"--workdir={self.workdir} was trained on other documents than those of "
-                f"config.data.subset={self.config.data.subset!r}; use another --workdir"
-            )
+    def _missing_work(self):
+        """`missing_work` at the step that was restored, as process 0 sees it."""
+        names = "evaluate", "sample"
 
-    @contextlib.contextmanager
-    def _timed(self, name):
-        """Add seconds to `timings`: those of compiling to "compile", the others to `name`."""
-        start, compiled_before = time.monotonic(), compile_seconds()
-        yield
-        compiled = compile_seconds() - compiled_before
-        parts = {name: time.monotonic() - start - compiled}
-        if compiled:
-            parts["compile"] = parts.get("compile", 0.0) + compiled
-        for part, seconds in parts.items():
-            self.timings[part] = self.timings.get(part, 0.0) + seconds
+        def find():
+            missing = missing_work(self.config, self.mirror.path, self.step, self.experiment.steps)
+            return sum(1 << i for i, name in enumerate(names) if name in missing)
 
-    def train(self, untrained=False):
-        e, config = self.experiment, self.config
-        # Of all devices together; 0 where it is not known.
-        self.peak = jax.device_count() * (device_peak(config.train.dtype) or 0.0)
-        self._read_teacher()
-        c = config.data
-        advice = (
-            f"lower config.data.batch_size={c.batch_size} or config.data.seq_len={c.seq_len}, or"
-            f" raise config.train.accumulation={config.train.accumulation}"
-        )
-        with (
-            memory.exhaustion_as_usage_error("training", advice),
-            StopSignals() as self.signals,  # until the last save is on disk
-            sharding.use(e.mesh, e.rules),
-            self._checkpointer() as self.checkpoints,
-            contextlib.ExitStack() as files,
-            Progress(e.steps, peak_flops_per_second=self.peak) as self.progress,
-        ):
-            self.evaluator = Evaluator(e.model, config, e.data, e.mesh, e.rules)
-            if config.checkpoint.keep_best:
-                shapes, metric = self.training.shapes, config.checkpoint.best_metric
-                self.evaluator.check_metric(metric, shapes.params, shapes.variables)
-            if not untrained:
-                self._report_estimate()
-            with self._timed("data and model"):
-                iterator = e.data.train_iterator(rows=self.placement.rows)
-            origin = self._restore(iterator)
-            if self.step > e.steps and not self.pending:
-                # Nothing is trained with this config, so it is not that of the run.
-                self.progress.println(
-                    f"finished already: {self.workdir} is at step {self.step}; "
-                    f"config.steps={e.steps} does not change it"
-                )
-                return self._finish(already=True)
-            self._commit(origin, files)
-            self.progress.println(self._banner())
-            if e.data.origin["of"] != e.data.origin["source"]:  # split by an earlier text
-                self.progress.println(f"held out: {e.data.held_out_of()}")
-            if untrained:
-                return self._save_untrained(iterator)
-            if self.pending:
-                self._make_up()
-            if self.step >= e.steps:
-                self.progress.println(
-                    f"finished already: {self.workdir} is at step {self.step} of {e.steps}"
-                )
-                return self._finish(already=True)
-            self._loop(iterator)
-            self._end_profile()
-            return self._finish()
+        found = runfolder.on_primary(self.workdir, find)
+        return [name for i, name in enumerate(names) if found >> i & 1]
 
-    @contextlib.contextmanager
-    def _checkpointer(self):
-        checkpoints = build.checkpointer(self.workdir, self.config.checkpoint)
-        try:
-            with checkpoints:
-                yield checkpoints
-        finally:
-            # A thread of orbax may wait for what has failed, by a clock that has jumped for years.
-            if checkpoints.has_failed:
-                leave_work()
-
-    def _save_untrained(self, iterator):
-        if self.checkpoints.latest_step() is None:
-            self._pause(["evaluate"], True, iterator.get_state())
+    def _save_untrained(self):
+        if self.opened.is_new:
+            self._save()
+            self._evaluate_and_sample(["evaluate"])
         else:
             self.progress.println(f"composed already: {self.workdir} is at step {self.step}")
-        return self._finish()
 
-    def _restore(self, iterator):
-        """Origin of the parameters; reads only. State, position of the iterator in the data and
-        elapsed seconds are those of the newest undamaged checkpoint, if there is one."""
-        e, origin = self.experiment, None
-        with self._timed("restore or initialise"):
-            if self.checkpoints.latest_step() is None:
-                self.progress.println("initialising the parameters")
-                self.state, origin = start_from(
-                    self.training.new_state(self.seed), self.config, e.model, self.progress.println
-                )
-                if self.config.init.run or e.model.members:
-                    self.state = self.training.begun_anew(self.state)
-            else:
-                restored = self.checkpoints.restore(
-                    self.training.shapes,
-                    on_damage=self.config.checkpoint.on_damage,
-                    vocab_size=e.model.vocab_size,
-                )
-                self.state, self.step, self.restored = restored.state, restored.step, True
-                iterator.set_state(restored.data_state)
-                self.before = restored.meta["seconds"]
-                if flops := restored.meta.get("flops"):
-                    self.flops_before = self.step, flops
-                self.window = restored.meta.get("window", [])
-                self.made_before = len(self.window)
-                self.remembered = restored.meta.get("fingerprints", {})
-                if "ending" in restored.meta:
-                    self.ending = restored.meta["ending"]
-                if "pending" in restored.meta:
-                    self.pending = restored.meta["pending"]
-        return origin
+    # ---- the loop --------------------------------------------------------------------------------
 
-    def _read_teacher(self):
-        """Read the model that this run follows: the one that it began with, if it did begin."""
-        e, run = self.experiment, self.config.train.teacher
-        if e.teacher is None:
-            return
-        began = None if self.opened.is_new else runfolder.run_record(self.workdir).get("teacher")
-        with self._timed("read the teacher"):
-            step, self.teacher = build.read_teacher(e, began and began["step"])
-            found = fingerprint(self.teacher["params"], e.teacher.model.vocab_size)
-        if began and found != began["parameters"]:
-            raise UsageError(
-                f"config.train.teacher={run}: its parameters at step {step} are not those of "
-                f"the teacher of --workdir={self.workdir}; use the folder of the first teacher"
-            )
-        self.teacher_origin = {"run": run, "step": step, "parameters": found}
-
-    def _banner(self):
-        e = self.experiment
-        devices = jax.device_count()
-        heading = f"resuming {self.workdir} at step {self.step}" if self.step else str(self.workdir)
-        return (
-            f"{heading}: {quantity(self.parameters, 'parameters')}, "
-            f"{self._text_size()}, "
-            f"{e.steps} steps of {e.tokens_per_step} tokens, "
-            f"{quantity(e.flops(e.steps) / e.steps, 'FLOPs')} a step{self._taught()}, "
-            f"{devices} {jax.devices()[0].device_kind} device{'s' * (devices > 1)}"
-        )
-
-    def _report_estimate(self):
-        """Print how long the steps that are left take."""
-        e, step = self.experiment, self.checkpoints.latest_step() or 0
-        if step < e.steps:
-            flops, steps = e.flops(e.steps) - e.flops(step), e.steps - step
-            line = hints.before(flops, steps, self.peak, self.opened.command_line)
-            if line:
-                self.progress.println(line)
-
-    def _text_size(self):
-        data = self.experiment.data
-        if data.grows:
-            return "training tokens (still tokenising)"
-        return quantity(data.train_tokens, "training tokens")
-
-    def _taught(self):
-        if self.teacher is None:
-            return ""
-        flops = quantity(self.experiment.teacher_flops(), "FLOPs")
-        return f" (including {flops} for the teacher, {self.config.train.teacher})"
-
-    def _loop(self, iterator):
-        e, config = self.experiment, self.config
-        position = iterator.get_state()
-        batch = self._next(iterator)
-        stage, is_first = None, True
+    def _train(self):
+        """Raises Interrupted after the step at which a signal stops the run."""
+        e, stage, is_first = self.experiment, None, True
+        batch = self._next_batch()
         self.watch.start()
         while self.step < e.steps:
             self._profile()
             if stage is not e.stage(self.step):
                 stage = e.stage(self.step)
                 self._log(self.buffer.pop_all())
-                self.progress.println("compiling the training step")
-                try:
-                    with self.watch.stopped():
-                        compiled = self._apart(lambda: self._compiled(stage))  # noqa: B023
-                        runfolder.amend_launch(self.workdir, attention=self.attention)
-                except Interrupted:
-                    self._pause([], True, position)
-                    self._say_stopped()
-                    return
+                with self.watch.stopped():
+                    compiled = self._compile(stage)
             self.signals.listen()
-            if is_first:
-                self.progress.println("computing the first step")
             self.state, metrics = compiled(self.state, batch, self.seed, self.teacher)
             self.step += 1
-            position = iterator.get_state()
+            self.position = self.iterator.get_state()
+            self.buffer.push(self.step, metrics)
+            if is_first:
+                self._report_start(metrics)
+                is_first = False
             if self.step < e.steps:
                 # While the device computes this step, the host fetches the next one's tokens.
-                batch = self._next(iterator)
-            self.buffer.push(self.step, metrics)
+                batch = self._next_batch()
             self.checkpoints.check()  # a failed background save ends the run here
-            if is_first:
-                jax.block_until_ready(metrics)
-                self._report_start()
-                is_first = False
             self._log(self.buffer.pop_ready())
-            stop = self.signals.stop_requested() or self.step == e.steps
-            due = [
-                name
-                for name in ("checkpoint", "evaluate", "sample")
-                if (interval := getattr(config, name).every) and self.step % interval == 0
-            ]
-            if stop or due:
+            stop = self.signals.stop_requested()
+            if due := due_at(self.config, self.step, e.steps):
                 self._log(self.buffer.pop_all())
                 with self.watch.stopped():
-                    self._pause(due, stop, position)
-            if self.pending or (stop and self.step < e.steps):
-                self._say_stopped()
-                return
+                    if "checkpoint" in due:
+                        self._save()
+                    self._evaluate_and_sample(due)
+            if stop and self.step < e.steps:
+                raise Interrupted
 
-    def _next(self, iterator):
-        """The batch of the next step; None if a signal comes while its text is still tokenised."""
+    def _next_batch(self):
         if not self.experiment.data.grows:
-            return self.placement(next(iterator))
-        try:
-            return self.placement(self.signals.unless_stopped(lambda: next(iterator)))
-        except Interrupted:
-            return None
+            return self.placement(next(self.iterator))
+        # Its text may still be tokenised.
+        return self.placement(self.signals.unless_stopped(lambda: next(self.iterator)))
 
-    def _say_stopped(self):
-        self.checkpoints.wait()  # or it would be said of a save that fails yet
-        self.progress.println(
-            f"stopped at step {self.step} by {self.signals.name}; the run is saved; rerun the "
-            "command to resume"
-        )
-
-    def _apart(self, work):
-        """`work()`, for which a signal does not have to wait: then it is Interrupted."""
-        return self.signals.unless_stopped(lambda: self._in_thread(work))
-
-    def _in_thread(self, work):
+    def _interruptible(self, work):
+        """`work()`; Interrupted as soon as a signal comes."""
         e = self.experiment
-        with sharding.used_in_thread(e.mesh, e.rules):
-            return work()
 
-    def _compiled(self, stage):
+        def in_thread():
+            with sharding.used_in_thread(e.mesh, e.rules):
+                return work()
+
+        return self.signals.unless_stopped(in_thread)
+
+    def _compile(self, stage):
         """The compiled step of a stage."""
-        with self._timed("compile"):
-            # Traced before timed steps.
+
+        def compile_step():
+            # Traced before timed steps, for the logged FLOPs.
             self.experiment.flops(stage.start + 1, nominal=False)
-            compiled, attention = self.training.compile_step(stage.model, stage.start)
+            return self.training.compile_step(stage.model, stage.start)
+
+        self.progress.println("compiling the training step")
+        begin = time.monotonic()
+        compiled, attention = self._interruptible(compile_step)
+        self.compile_seconds = time.monotonic() - begin
         self.attention += [choice for choice in attention if choice not in self.attention]
+        runfolder.amend_launch(self.workdir, attention=self.attention)
         return compiled
 
-    def flops(self, step, nominal=True):
-        """Training FLOPs of the first `step` steps. Earlier launches of the run may have had
-        another number of steps, and with it other stages: these are counted as they were."""
-        e, total = self.experiment, self.experiment.flops(step, nominal)
-        if self.flops_before is None:
-            return total
-        begun_at, trained = self.flops_before
-        # For the same stages this adds 0, so that no rounding tells a run that was interrupted.
-        kind = "nominal" if nominal else "realised"
-        return total + (trained[kind] - e.flops(begun_at, nominal))
+    def _save(self):
+        self.mirror.upload()  # the rows of a saved step are there before its checkpoint
+        flops = {"nominal": self.flops(self.step), "realised": self.flops(self.step, False)}
+        meta = {
+            "record": self.record,
+            "last_step": self.experiment.steps,
+            "seconds": self.watch.seconds(),
+            "flops": flops,
+        }
+        self.checkpoints.save(self.step, self.state, self.position, meta, force=True)
 
-    def seconds(self):
-        """Of training so far: without compiling, evaluating, sampling and saving."""
-        return self.before + self.watch.seconds()
+    def _evaluate_and_sample(self, due):
+        params = optim.eval_params(self.config.optim.name, self.state.opt_state, self.state.params)
+        if "evaluate" in due:
+            metrics = self._interruptible(lambda: self.evaluator(params, self.state.variables))
+            self.scores[self.step] = metrics.get(self.config.checkpoint.best_metric)
+            self.writer.write(self.step, metrics)
+            self.last_row.update(metrics, step=self.step)
+            self.progress.println(describe(self.step, metrics))
+        if "sample" in due:
+            self._sample(params)
+        if due:
+            self.mirror.upload()
+
+    def _sample(self, params):
+        variables, c = {"params": params, **self.state.variables}, self.config.sample
+        seeds = [c.seed + i for i in range(c.num_samples)]
+        prompts = [c.prompt] * c.num_samples
+        with memory.exhaustion_as_usage_error(
+            "sampling", f"lower config.sample.num_samples={c.num_samples}"
+        ):
+            texts = self._interruptible(lambda: self.sampler.texts(variables, prompts, seeds=seeds))
+        self.writer.write_samples(self.step, [c.prompt + text for text in texts])
+        self.progress.println(f"sample at step {self.step}:\n{c.prompt}{texts[0]}\n---")
+
+    # ---- logging ---------------------------------------------------------------------------------
+
+    def flops(self, step, nominal=True):
+        """Training FLOPs of the first `step` steps. Steps of earlier launches count as they were
+        executed: with another number of steps they may have had other stages."""
+        e, total = self.experiment, self.experiment.flops(step, nominal)
+        if self.earlier_flops is None:
+            return total
+        resumed_at, earlier = self.earlier_flops
+        kind = "nominal" if nominal else "realised"
+        # For the same stages this adds exactly 0.
+        return total + (earlier[kind] - e.flops(resumed_at, nominal))
 
     def _log(self, rows):
-        """Take finished steps; write a row at each multiple of `log.every` and at the last step."""
-        config, e = self.config, self.experiment
+        """Collect finished steps; write a row at each multiple of `log.every` and the last step."""
+        e = self.experiment
         for step, row in rows:
-            self.window.append(row)
+            self.rows.append(row)
             self._check_finite(step, row)
-            if step % config.log.every and step != e.steps:
-                continue
-            now = self.watch.seconds()
-            elapsed, steps = now - self.row_at, len(self.window) - self.made_before
-            self.row_at = now
-            tokens = step * e.tokens_per_step
-            rate = steps / max(elapsed, 1e-9)
-            flops = self.flops(step)
-            row = mean_of(self.window) | {name: row[name] for name in COUNTS}
-            row |= {
-                "tokens": tokens,
-                "flops": flops,
-                "flops_realised": self.flops(step, nominal=False),
-                "seconds": self.before + now,
-                "tokens_per_second": rate * e.tokens_per_step,
-                "flops_per_second": rate * (flops - self.flops(step - 1)),
-            }
-            if self.peak:
-                row["mfu"] = row["flops_per_second"] / self.peak
-            if self.teacher is not None:
-                row["flops_teacher"] = step * e.teacher_flops(nominal=False)
-            self.writer.write(step, row)
-            self.mirror.upload(if_due=True)
-            self.last_row.update(row, step=step)
-            self.progress.update(
-                step,
-                loss=row["train/loss"],
-                tokens_per_second=row["tokens_per_second"],
-                flops=row["flops"],
-                flops_per_second=row["flops_per_second"],
-            )
-            self.window, self.made_before = [], 0
+            if step % self.config.log.every == 0 or step == e.steps:
+                self._write_row(step, row)
 
     def _check_finite(self, step, row):
         limit = self.config.train.max_nonfinite
@@ -571,153 +520,157 @@ class _Launch:
                 "config.train.max_nonfinite. The last checkpoint is unchanged"
             )
 
-    def _pause(self, due, stop, position):
-        """Save, evaluate and sample if due; at the end of a run all three. What a signal leaves
-        undone is saved as pending, and the launch after this one begins with it.
-
-        What is due is pending in the checkpoint until it is done: a process that ends in it, as one
-        does that has no memory for it, has lost no step.
-        """
-        if self.step == self.experiment.steps:
-            due, stop = {*due, "evaluate", *(["sample"] if self.config.sample.every else [])}, True
-        work = [name for name in ("evaluate", "sample") if name in due]
-        saves = stop or "checkpoint" in due
-        if saves:
-            self._save(position, work)
-        if work:
-            metrics = self._work(work)
-            if saves:
-                self._amend(metrics)
-            elif self.pending:
-                self._save(position, self.pending, metrics)
-
-    def _save(self, position, pending, metrics=None):
-        flops = {"nominal": self.flops(self.step), "realised": self.flops(self.step, False)}
-        meta = self._done_so_far(pending) | {
-            "last_step": self.experiment.steps,
-            "seconds": self.seconds(),
+    def _write_row(self, step, last):
+        """Write the row of a step: the means of `self.rows`, of which `last` is the newest."""
+        e, now, flops = self.experiment, self.watch.seconds(), self.flops(step)
+        steps_per_second = len(self.rows) / max(now - self.logged_at, 1e-9)
+        row = mean_of(self.rows) | {name: last[name] for name in COUNTS}
+        row |= {
+            "tokens": step * e.tokens_per_step,
             "flops": flops,
-            "window": self.window,
-            "fingerprints": self.fingerprints,
+            "flops_realised": self.flops(step, nominal=False),
+            "seconds": now,
+            "tokens_per_second": steps_per_second * e.tokens_per_step,
+            "flops_per_second": steps_per_second * (flops - self.flops(step - 1)),
         }
-        self.checkpoints.save(self.step, self.state, position, meta, metrics, force=True)
+        if self.peak:
+            row["mfu"] = row["flops_per_second"] / self.peak
+        if self.teacher is not None:
+            row["flops_teacher"] = step * e.teacher_flops(nominal=False)
+        self.rows, self.logged_at = [], now
+        self.writer.write(step, row)
+        self.mirror.upload(if_due=True)
+        self.last_row.update(row, step=step)
+        self.progress.update(
+            step,
+            loss=row["train/loss"],
+            tokens_per_second=row["tokens_per_second"],
+            flops=row["flops"],
+            flops_per_second=row["flops_per_second"],
+        )
 
-    def _amend(self, metrics):
-        """Have the checkpoint of this step know what was done since, and what is still pending."""
-        self.checkpoints.amend(self.step, metrics, self._done_so_far(self.pending))
+    def _profile(self):
+        """Open or close the window of the profiler before a step."""
+        c = self.config.log
+        if c.profile_at and self.step == c.profile_at:
+            # Processes of one host would write the same files.
+            process = f"process_{jax.process_index()}" if jax.process_count() > 1 else ""
+            jax.profiler.start_trace(str(self.mirror.path / "profile" / process))
+            self.profiling_since = self.step
+        if self.step == c.profile_at + c.profile_steps:
+            self._end_profile()
 
-    def _done_so_far(self, pending):
-        """The entries of a checkpoint's meta about evaluations and samples of its step."""
-        self.mirror.upload()  # before the checkpoint, which the rows then reach up to
-        return {"ending": self.ending, "pending": pending}
+    def _end_profile(self):
+        if self.profiling_since is None:
+            return
+        jax.block_until_ready(self.state)
+        self.mirror.wait()
+        jax.profiler.stop_trace()
+        count, self.profiling_since = self.step - self.profiling_since, None
+        steps = f"{count} step{'s' * (count != 1)}"
+        self.progress.println(f"profile of {steps}: {self.workdir / 'profile'}")
 
-    def _make_up(self):
-        """Do what the last launch was kept from, at the step that it had reached."""
-        self._amend(self._work(self.pending))
+    # ---- lines for the user ----------------------------------------------------------------------
 
-    def _work(self, due):
-        """Evaluate and sample, in this order, if due; what is not done then is `pending`.
+    def _print_estimate(self):
+        """Print how long the remaining steps take."""
+        e, step = self.experiment, self.checkpoints.latest_step() or 0
+        if step < e.steps:
+            flops, steps = e.flops(e.steps) - e.flops(step), e.steps - step
+            line = hints.before(flops, steps, self.peak, self.opened.command_line)
+            if line:
+                self.progress.println(line)
 
-        Returns: metrics of the evaluation, or None.
-        """
-        metrics, self.pending, self.ending = None, list(due), ""
-        params = optim.eval_params(self.config.optim.name, self.state.opt_state, self.state.params)
-        with contextlib.suppress(Interrupted):
-            if "evaluate" in due:
-                metrics = self._apart(lambda: self.evaluator(params, self.state.variables))
-                self.writer.write(self.step, metrics)
-                self.last_row.update(metrics, step=self.step)
-                self.progress.println(describe(self.step, metrics))
-                if self.step == self.experiment.steps:
-                    self.ending = self._ending(metrics["eval/loss"], params)
-                self.pending.remove("evaluate")
-            if "sample" in due:
-                self._sample(params)
-                self.pending.remove("sample")
-        return metrics
+    def _print_banner(self):
+        e, data, devices = self.experiment, self.experiment.data, jax.device_count()
+        heading = f"resuming {self.workdir} at step {self.step}" if self.step else str(self.workdir)
+        text = "training tokens (still tokenising)"
+        if not data.grows:
+            text = quantity(data.train_tokens, "training tokens")
+        teacher = ""
+        if self.teacher is not None:
+            flops = quantity(e.teacher_flops(), "FLOPs")
+            teacher = f" (including {flops} for the teacher, {self.config.train.teacher})"
+        self.progress.println(
+            f"{heading}: {quantity(count_params(self.training.shapes.params), 'parameters')}, "
+            f"{text}, {e.steps} steps of {e.tokens_per_step} tokens, "
+            f"{quantity(e.flops(e.steps) / e.steps, 'FLOPs')} a step{teacher}, "
+            f"{devices} {jax.devices()[0].device_kind} device{'s' * (devices > 1)}"
+        )
+        if data.origin["of"] != data.origin["source"]:  # split by an earlier text
+            self.progress.println(f"held out: {data.held_out_of()}")
 
-    def _ending(self, loss, params):
-        """What is not finite at the end of the run, in words; empty if all is well."""
-        skipped = int(self.state.nonfinite_run)
-        if math.isfinite(loss) and not skipped:
-            return ""
-        if math.isfinite(loss):
+    def _report_start(self, metrics):
+        """Wait for the first step, print and log the time until its end."""
+        jax.block_until_ready(metrics)
+        total = time.monotonic() - self.started
+        kernels = sorted({choice["kernel"] for choice in self.attention})
+        attention = f"; attention by {', '.join(kernels)}" if kernels else ""
+        self.progress.println(
+            f"first step after {total:.1f} s (compiling {self.compile_seconds:.1f} s){attention}"
+        )
+        parameters = count_params(self.training.shapes.params)
+        self.writer.write(self.step, {"startup_seconds": total, "parameters": parameters})
+
+    # ---- end -------------------------------------------------------------------------------------
+
+    def _stop(self):
+        """Save because a signal came."""
+        self._log(self.buffer.pop_all())
+        self._save()
+        self.checkpoints.wait()  # an error of the save is reported in place of this line
+        self.progress.println(
+            f"stopped at step {self.step} by {self.signals.name}; the run is saved; rerun the "
+            "command to resume"
+        )
+        self.is_stopped = True
+
+    def _finish_again(self, reason):
+        """The result of a launch that finds its run at the last step."""
+        self.progress.println(f"finished already: {self.workdir} is at step {self.step}{reason}")
+        with contextlib.suppress(UsageError):  # the metrics may be gone
+            self.last_row.update(*read_metrics(self.workdir)[-1:])
+        return self._finish()
+
+    def _finish(self):
+        row, e = self.last_row, self.experiment
+        self.checkpoints.wait()  # the lines below are about a run that is saved
+        if self.step == e.steps and not self.is_stopped and "eval/loss" in row:
+            self._check_end(row)
+            self.progress.println(
+                f"finished: {self.step} steps, "
+                f"{quantity(self.step * e.tokens_per_step, 'tokens')}, "
+                f"{quantity(self.flops(self.step), 'FLOPs')} in "
+                f"{duration(self.watch.seconds())} of training, held-out loss "
+                f"{row['eval/loss']:.4f} nats ({row['eval/bits_per_byte']:.4f} bits per byte)"
+                f"{cut(row)}"
+            )
+        lines = hints.after(self.workdir, self.config, e.data, e.model.context)
+        self.progress.println("\n".join(lines))
+        return row
+
+    def _check_end(self, row):
+        """NotFinite unless the last step and its held-out loss are finite."""
+        loss, skipped = row["eval/loss"], int(self.state.nonfinite_run)
+        if loss is not None and math.isfinite(loss):
+            if not skipped:
+                return
             steps = "step" if skipped == 1 else f"{skipped} steps"
-            return (
+            problem = (
                 f"the loss or gradient of the last {steps} was not finite, so these were "
                 f"skipped. The parameters are finite, those of step {self.step - skipped}, and "
                 f"the held-out loss is {loss:.4f} nats"
             )
-        if bool(jax.jit(_all_finite)(params)):
-            cause = "the parameters are finite, but the forward pass overflows"
         else:
             cause = "the parameters are not finite"
-        return f"the held-out loss is {loss}: {cause}"
-
-    def _sample(self, params):
-        variables, c = {"params": params, **self.state.variables}, self.config.sample
-        seeds = [c.seed + i for i in range(c.num_samples)]
-        prompts = [c.prompt] * c.num_samples
-        with memory.exhaustion_as_usage_error(
-            "sampling", f"lower config.sample.num_samples={c.num_samples}"
-        ):
-            texts = self._apart(lambda: self.sampler.texts(variables, prompts, seeds=seeds))
-        for i, text in enumerate(texts):
-            self.writer.write_text(self.step, f"sample {i}", c.prompt + text)
-        self.progress.println(f"sample at step {self.step}:\n{c.prompt}{texts[0]}\n---")
-
-    def _profile(self):
-        start_step, count = self.config.log.profile_at, self.config.log.profile_steps
-        if start_step and self.step == start_step:
-            self.profile = Profile(self.mirror.path / "profile", start_step)
-        if self.step == start_step + count:
-            self._end_profile()
-
-    def _end_profile(self):
-        """Writes the profile whose window is open: of fewer steps where the run ends in it."""
-        if self.profile is None:
-            return
-        jax.block_until_ready(self.state)
-        self.mirror.wait()
-        self.profile.end()
-        count, self.profile = self.step - self.profile.step, None
-        steps = f"{count} step{'s' * (count != 1)}"
-        self.progress.println(f"profile of {steps}: {self.workdir / 'profile'}")
-
-    def _report_start(self):
-        total = time.monotonic() - self.started
-        self.timings["other"] = total - sum(self.timings.values())
-        durations = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.timings.items())
-        kernels = sorted({choice["kernel"] for choice in self.attention})
-        attention = f"; attention by {', '.join(kernels)}" if kernels else ""
-        self.progress.println(f"first step after {total:.1f} s ({durations}){attention}")
-        row = {"startup_seconds": total, "parameters": self.parameters}
-        self.writer.write(self.step, row)
-
-    def _finish(self, already=False):
-        row, e = self.last_row, self.experiment
-        self.checkpoints.wait()  # what is said here is of a run that is saved
-        if self.step == e.steps and self.ending:
-            best, metric = self.checkpoints.best_step(), self.config.checkpoint.best_metric
-            advice = "; a lower config.optim.learning_rate may help, in another --workdir"
-            if best is not None and best != self.step:
-                advice += f"; the best {metric} is that of checkpoint {best} (--step={best})"
-            raise NotFinite(f"at step {self.step}, the last, {self.ending}{advice}")
-        if self.step == e.steps and "eval/loss" in row and not self.pending:
-            self.progress.println(
-                f"finished: {self.step} steps, "
-                f"{quantity(self.step * e.tokens_per_step, 'tokens')}, "
-                f"{quantity(self.flops(self.step), 'FLOPs')} in {duration(self.seconds())} of"
-                f" training, held-out loss {row['eval/loss']:.4f} nats "
-                f"({row['eval/bits_per_byte']:.4f} bits per byte){cut(row)}"
-            )
-        self.progress.println(
-            "\n".join(hints.after(self.workdir, self.config, self.data, self.model.context))
-        )
-        if already:  # by another launch, whose metrics may be gone
-            with contextlib.suppress(UsageError):
-                row.update(*read_metrics(self.workdir)[-1:])
-        return row
+            if bool(jax.jit(_all_finite)(self.state.params)):
+                cause = "the parameters are finite, but the forward pass overflows"
+            problem = f"the held-out loss is not finite: {cause}"
+        best, metric = self.checkpoints.best_step(), self.config.checkpoint.best_metric
+        advice = "; a lower config.optim.learning_rate may help, in another --workdir"
+        if best is not None and best != self.step:
+            advice += f"; the best {metric} is that of checkpoint {best} (--step={best})"
+        raise NotFinite(f"at step {self.step}, the last, {problem}{advice}")
 
 
 def _all_finite(tree):

@@ -9,7 +9,6 @@ import errno
 import hashlib
 import json
 import logging
-import math
 import os
 import sys
 import traceback
@@ -151,7 +150,7 @@ def listed(steps):
 # ---- manifest --------------------------------------------------------------------------------
 
 
-def write_manifest(folder, step, metrics):
+def write_manifest(folder, step):
     """Writes the size and SHA-256 of every file under `folder`, in one rename.
 
     Those that processes have left by `write_own_digests` are taken from there.
@@ -166,22 +165,9 @@ def write_manifest(folder, step, metrics):
     manifest = {
         "format": 1,
         "step": step,
-        "metrics": _finite(metrics),
         "files": {name: digests[name] for name in file_names},
     }
     atomic.write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
-
-
-def amend_manifest(folder, metrics, meta):
-    """Adds to a step's manifest metrics, and entries that take the place of those of its `meta`."""
-    manifest = read_manifest(folder)
-    manifest["metrics"] |= _finite(metrics)
-    manifest["amended"] = manifest.get("amended", {}) | meta
-    atomic.write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
-
-
-def _finite(metrics):
-    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def write_own_digests(item_folder, item):
@@ -201,7 +187,7 @@ def read_manifest(folder):
     """The manifest of a step as a dict. Raises Damage."""
     try:
         manifest = reading.read_json(folder / MANIFEST)
-        manifest["files"].items(), manifest["metrics"].items()
+        manifest["files"].items()
         return manifest
     except FileNotFoundError as error:
         raise Damage(f"the file of checksums, {MANIFEST}, is missing") from error

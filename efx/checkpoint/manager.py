@@ -2,7 +2,7 @@
 
     root/STEP/state/              train state as a nested dict of arrays (orbax, OCDBT; `arrays`)
     root/STEP/data/, meta/        position in the data and free metadata, JSON
-    root/STEP/efx_manifest.json   size and SHA-256 of every file above, and the step's metrics
+    root/STEP/efx_manifest.json   size and SHA-256 of every file above
 
 The manifest is written into orbax's temporary folder just before the folder gets its final name: a
 step that exists under its number is whole, or was damaged afterwards. Orbax itself restores wrong
@@ -17,7 +17,6 @@ its share of the files.
 import contextlib
 import dataclasses
 import math
-import time
 from typing import Any
 
 import jax
@@ -51,25 +50,21 @@ class Checkpointer:
         Nothing in it is changed before that, so reading the run of another process is safe.
       every: save at multiples of this step; 0: only when forced.
       keep_last: this many newest steps are kept (>= 1).
-      keep_best: and this many with the lowest `best_metric` (0: none).
-      best_metric: key of `save`'s metrics; a step without it, or not finite, is never "best".
+      keep_best: and this many with the lowest score (0: none).
+      scores: {step: number or None}; a step without a finite one is never the best. The caller may
+        add scores at any time.
       asynchronous: `save` returns when the state is copied, and writes in the background.
-
-    Attributes:
-      has_failed: whether a save has, which an error has told.
     """
 
-    def __init__(self, root, *, every, keep_last, keep_best, best_metric, asynchronous):
+    def __init__(self, root, *, every, keep_last, keep_best, scores, asynchronous):
         self._root = files.as_root(root)
         self._every, self._asynchronous = every, asynchronous
         self._keep_last, self._keep_best = keep_last, keep_best
-        self._best_metric = best_metric
+        self._scores = scores
         self._manager = None  # orbax's, made at the first save: it cleans up when it is made
-        self._saving = None  # (step, metrics) of the save under way
-        self._began = 0.0  # when it did
-        self._amendments = []  # what it is to be told once it is on disk
+        self._saving = None  # the step of the save under way
         self._failure = None  # the error of a write that this process has met in the background
-        self.has_failed = False
+        self._has_failed = False
         self._home = Home(self._root.parent)
         self._damaged = set()  # steps that `restore` skipped
         files.quieten()
@@ -95,18 +90,17 @@ class Checkpointer:
         return None if step < 0 else step
 
     def best_step(self):
-        """The finished step with the lowest finite `best_metric`, of equals the newest; or None."""
+        """The finished step with the lowest finite score, of equals the newest; or None."""
         return next(iter(self._from_the_best(self.steps())), None)
 
     # ---- saving ----------------------------------------------------------------------------------
 
-    def save(self, step, state, data_state, meta, metrics=None, force=False):
+    def save(self, step, state, data_state, meta, force=False):
         """Starts saving `step`; True if it did, False if it is not due or already saved.
 
         Args:
           state: pytree of arrays. It may be donated as soon as this returns.
           data_state, meta: JSON-able dicts; those of process 0 count.
-          metrics: {name: number}, for keep_best.
           force: save though `step` is not a multiple of `every`.
 
         Waits for the previous save only if that is still being written when a new one is due.
@@ -120,8 +114,7 @@ class Checkpointer:
         if files.from_primary(step in self.steps()):
             return False
         items = arrays.items(state, data_state, meta)
-        self._saving = (step, {k: float(v) for k, v in (metrics or {}).items()})
-        self._began = time.monotonic()
+        self._saving = step
         try:
             self._check_home()
             self._rename_unusable(step)
@@ -138,17 +131,6 @@ class Checkpointer:
         if not self._asynchronous:
             self.wait()
         return True
-
-    def amend(self, step, metrics, meta):
-        """Adds what was found out about a saved step since: `metrics`, {name: number} or None, and
-        entries of its `meta`, in the place of those that it has. Of a step that is being saved,
-        once it is on disk, which this does not wait for."""
-        amendment = self._root / str(step), metrics or {}, meta
-        if self._saving is not None and self._saving[0] == step:
-            self._amendments.append(amendment)
-            self.check()
-        elif jax.process_index() == 0:
-            files.amend_manifest(*amendment)
 
     def check(self):
         """Raises CheckpointError if the save in the background has failed; never waits.
@@ -172,10 +154,7 @@ class Checkpointer:
                 self._wait_unless_failed()
         except Exception as error:
             raise self._save_failed(error) from error
-        self._saving, amendments, self._amendments = None, self._amendments, []
-        if jax.process_index() == 0:
-            for amendment in amendments:
-                files.amend_manifest(*amendment)
+        self._saving = None
 
     def _wait_unless_failed(self):
         """As orbax waits; but a process whose own write has failed has no need to wait until the
@@ -193,28 +172,23 @@ class Checkpointer:
         finally:
             manager, self._manager = self._manager, None
             # Of several processes one that has failed ends; orbax's threads may wait for others.
-            if manager is not None and not (self.has_failed and jax.process_count() > 1):
+            if manager is not None and not (self._has_failed and jax.process_count() > 1):
                 try:
                     manager.close()
                 except Exception as error:
                     # Of a save that has failed, orbax may raise the error again here.
-                    if not self.has_failed:
+                    if not self._has_failed:
                         raise CheckpointError(
                             f"the checkpoints in {self._root} could not be closed: "
                             f"{files.explain(error)}"
                         ) from error
 
     def _save_failed(self, error):
-        step, self._saving, self.has_failed = self._saving[0], None, True
-        self._failure, self._amendments = None, []
-        why = files.explain(error)
-        # Orbax takes the time from a clock that may be set.
-        waited = time.monotonic() - self._began
-        if why.startswith("TimeoutError") and waited < _COMMIT_TIMEOUT / 2:
-            why = "the clock of this machine jumped while it was written"
+        step, self._saving, self._failure, self._has_failed = self._saving, None, None, True
         kind = files.Passing if files.may_pass(error, self._root) else CheckpointError
         return kind(
-            f"checkpoint {step} could not be saved in {self._root}: {why}; fix this and rerun "
+            f"checkpoint {step} could not be saved in {self._root}: {files.explain(error)}; fix"
+            " this and rerun "
             "the command to resume from the previous checkpoint"
         )
 
@@ -259,21 +233,21 @@ class Checkpointer:
         """Runs in orbax's background thread on process 0, between the last write and the commit."""
         with self._noting_failure():
             self._check_home()
-            step, metrics = self._saving
+            step = self._saving
             names = [p.name for p in self._root.iterdir() if p.name.split(".")[0] == str(step)]
             # If committing is not a rename (object stores) the folder has its final name already.
             temporary = [name for name in names if arrays.TEMPORARY in name]
-            files.write_manifest(self._root / (temporary or names)[0], step, metrics)
+            files.write_manifest(self._root / (temporary or names)[0], step)
 
     def should_preserve(self, checkpoints, *, context):
         """Which of `checkpoints` (in the order of saving) to keep; orbax deletes the others.
 
-        Orbax's own LatestN and BestN count empty folders, keep steps without metrics for ever, and
-        sort NaN anywhere. Orbax asks when a save starts and deletes after it is committed.
+        Orbax's own LatestN and BestN count empty folders, and the score of a step is known only
+        after its save. Orbax asks when a save starts and deletes after it is committed.
         """
         del context
         steps = [info.step for info in checkpoints]
-        saving = self._saving[0]
+        saving = self._saving
         usable = {s for s in steps if s == saving or files.is_finished(self._root / str(s))}
         # A folder that is not one of these checkpoints is never deleted.
         keep = (set(steps) - usable) | set(sorted(usable)[-self._keep_last :]) | {saving}
@@ -281,21 +255,10 @@ class Checkpointer:
         return [step in keep for step in steps]
 
     def _from_the_best(self, steps):
-        """Those of the steps that have a finite `best_metric`: the lowest first, of equals the
-        newest."""
-        scores = {s: self._score(s) for s in steps}
-        return sorted((s for s in scores if scores[s] is not None), key=lambda s: (scores[s], -s))
-
-    def _score(self, step):
-        """The step's best_metric, or None."""
-        saving, metrics = self._saving or (None, None)
-        try:
-            if step != saving:
-                metrics = files.read_manifest(self._root / str(step))["metrics"]
-            value = metrics[self._best_metric]
-            return value if math.isfinite(value) else None
-        except (KeyError, TypeError, Damage):
-            return None
+        """Those of the steps that have a finite score: the lowest first, of equals the newest."""
+        scores = {step: self._scores.get(step) for step in steps}
+        finite = [s for s in scores if scores[s] is not None and math.isfinite(scores[s])]
+        return sorted(finite, key=lambda s: (scores[s], -s))
 
     # ---- restoring -------------------------------------------------------------------------------
 
@@ -374,8 +337,7 @@ class Checkpointer:
         leaves = files.flatten(items.state)
         paths, structure = jax.tree_util.tree_flatten_with_path(abstract_state)
         state = structure.unflatten(leaves[path_names(path)] for path, _ in paths)
-        amended = files.read_manifest(folder).get("amended", {})
-        return Restored(step, state, items.data, {**items.meta, **amended})
+        return Restored(step, state, items.data, items.meta)
 
 
 def _check_fit(name, stored, targets, vocab_size):

@@ -26,11 +26,9 @@ def write(opened, lock, config, state, files, **entries):
     """
     with _whole_or_not_at_all(opened.path):
         lock.take()
-        opened.commit(files, **entries)
+        record = opened.commit(files, **entries)
         with build.checkpointer(opened.path, config.checkpoint) as checkpoints:
-            meta = {"seconds": 0.0, "ending": ""}
-            if is_primary():  # which alone has written the files, and whose meta counts
-                meta["fingerprints"] = runfolder.fingerprints(opened.path)
+            meta = {"seconds": 0.0, "flops": {"nominal": 0.0, "realised": 0.0}, "record": record}
             checkpoints.save(0, state, {"step": 0}, meta, force=True)
 
 

@@ -33,6 +33,11 @@ def read_metrics(workdir):
         raise UsageError(f"cannot read {path}: {reason(error)}") from error
 
 
+def samples_path(workdir, step):
+    """samples/step_0000000N.txt of a run, zero-padded so that names sort by step."""
+    return workdir / SAMPLES / f"step_{int(step):08d}.txt"
+
+
 def check_wandb(project):
     """UsageError unless there is the library that `config.log.wandb` needs. It is not imported,
     which takes a second."""
@@ -134,13 +139,9 @@ class MetricsWriter:
             with writing(self._workdir / TENSORBOARD):
                 events.close()
 
-    def truncate_after(self, step, samples_of_step=True):
-        """Drops all rows after `step`, so that a run resumed there has one line per step.
-
-        Samples of later steps are deleted too (also those of `step` itself, if they are to be made
-        again: samples_of_step=False), and TensorBoard hides its events of them. Call it before the
-        first write.
-        """
+    def truncate_after(self, step):
+        """Drop all rows and samples after `step`, so that a run resumed there has one line a step;
+        TensorBoard hides its events of them. Call it before the first write."""
         if not self._active:
             return
         if self._path.exists():
@@ -149,7 +150,7 @@ class MetricsWriter:
         with writing(self._workdir / SAMPLES):
             for path in (self._workdir / SAMPLES).glob("step_*.txt"):
                 number = path.stem.removeprefix("step_")
-                if number.isdecimal() and int(number) > step - (not samples_of_step):
+                if number.isdecimal() and int(number) > step:
                     path.unlink()
         self._purge_from = step + 1
 
@@ -206,21 +207,20 @@ class MetricsWriter:
         if self._wandb is not None and step not in self._wandb_skips:
             self._send_to_wandb(step, values)
 
-    def write_text(self, step, name, text):
-        """Append `text` under the heading `name` to samples/step_0000000N.txt, zero-padded so that
-        names sort by step; also to TensorBoard."""
+    def write_samples(self, step, texts):
+        """Write texts to `samples_path`, all or none of them; also to TensorBoard."""
         if not self._active:
             return
-        path = self._workdir / SAMPLES / f"step_{int(step):08d}.txt"
-        section = f"## {name}\n{text}\n"
+        path = samples_path(self._workdir, step)
         with writing(path):
             self._home.check()
             path.parent.mkdir(exist_ok=True)
-            with open(path, "a", encoding="utf-8") as file:
-                file.write(section)
+            sections = [f"## sample {i}\n{text}\n" for i, text in enumerate(texts)]
+            atomic.write_text(path, "".join(sections))
         if self._tensorboard:
             with writing(self._workdir / TENSORBOARD):
-                self._open_events().text(int(step), name, f"```\n{text}\n```")
+                for i, text in enumerate(texts):
+                    self._open_events().text(int(step), f"sample {i}", f"```\n{text}\n```")
 
     def _open_events(self):
         if self._events is None:

@@ -175,7 +175,7 @@ class LatentConfig(ModelConfig):
                 if width % divisor:
                     self.refuse("level_widths", f"{width} is not divisible by {divisor}, {name}")
             if attention.rope_theta:
-                where = f"config.model.positions={self.positions!r}"
+                where = f"config.model.level_widths={self.level_widths}"
                 attention.check_rotary(width // heads, where)
 
     @property

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 
-from efx import runfolder
 from efx.errors import UsageError
 from efx.signals import ENDS_WITH, STOPPING
 
@@ -141,19 +140,15 @@ def _split_cpus(jobs):
 
 def _is_finished(arguments):
     """Whether `python -m efx.main` has nothing to do for a run: it has ended with this config."""
-    from efx import command_line, run_settings, settings
+    from efx import command_line, run_settings, train
 
     try:
         values = command_line.parse(["efx", *arguments])
-        if values.mode != "train" or not runfolder.is_complete(values.workdir):
+        if values.mode != "train":
             return False
-        from efx.train import MAY_DIFFER
-
-        config = settings.as_dict(run_settings.check(values.config))
-        changed = runfolder.check_config(values.workdir, config, MAY_DIFFER, run_settings.completed)
+        return train.is_finished(run_settings.check(values.config), values.workdir)
     except UsageError:  # which the command itself reports
         return False
-    return not changed.keys() & {"steps", "train_flops"}
 
 
 def run_main(title, arguments, log, cpus=None):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from data_helpers import same
 from refusals import refused
-from run_files import edit, forget, move
+from run_files import edit_record, move
 from test_hosts import free_port
 
 import efx.data
@@ -193,7 +193,7 @@ def test_the_driver_resumes_unfinished_experts_in_processes(
     monkeypatch.chdir(root)
     shutil.rmtree(copy / "expert_0")
     shutil.rmtree(copy / "expert_1/checkpoints/6")
-    move(copy / "expert_1/config.json", trained[0], copy)
+    move(copy / "expert_1", trained[0], copy)
     run_main, started = cbtm.jobs_lib.run_main, []
 
     def start(title, arguments, log, cpus=None):
@@ -256,8 +256,7 @@ def test_experts_that_do_not_belong_together_are_refused(copy, capsys):
         assert error.count("\n") == 1 and all(name in error for name in names), error
 
     def record(j, **changes):
-        edit(copy / f"expert_{j}/run.json", lambda record: record | changes)
-        forget(copy / f"expert_{j}")
+        edit_record(copy / f"expert_{j}", lambda record: record | changes)
 
     refuse("config.ensemble.top_k=3", more=["--config.ensemble.top_k=3"])
     refuse("--step=3", more=["--step=3"])
@@ -295,7 +294,7 @@ def test_experts_stay_on_their_clustering(trained, copy, capsys):
     assert "config.cluster.method" in capsys.readouterr().err
     shutil.rmtree(copy / "clusters")  # without it another one may be made
     assert run(plan.cluster[0], "--config.cluster.method=random") == 0
-    move(copy / "expert_1/config.json", folder, copy)
+    move(copy / "expert_1", folder, copy)
     assert run(plan.experts[1]) == 2
     assert "documents" in capsys.readouterr().err
 

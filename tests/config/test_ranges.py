@@ -43,12 +43,12 @@ def test_any_value_of_any_setting(case, folder, tmp_path, remembered, monkeypatc
     family, changes, _ = CASES[case]
     config, workdir = configured(family, changes, folder), tmp_path / "run"
     counts, wrong, traced = {"made": 0, "refused": 0}, [], set()
-    traced.add(train._Launch(config, workdir, (), 0.0, None).model)
+    traced.add(train.Trainer(config, workdir, (), 0.0, None).experiment.model)
     for key, hint in walked(case, config).items():
         for value in hostile(hint):
             try:
                 changed = settings.replaced(config, {key: value})
-                trace_step(train._Launch(changed, workdir, (), 0.0, None), traced)
+                trace_step(train.Trainer(changed, workdir, (), 0.0, None), traced)
                 counts["made"] += 1
             except UsageError as error:
                 counts["refused"] += 1

@@ -522,7 +522,7 @@ def test_slots_that_are_empty_in_either_evaluation_do_not_count():
     class Preset:
         """A model whose sown masks are its parameters."""
 
-        def apply(self, variables, *_, **__):
+        def apply_to_batch(self, variables, *_, **__):
             return None, {"masks": {"x": ((variables["params"],),)}}
 
     mesh = mesh_of_one_device()

@@ -1,5 +1,6 @@
 """--mode=convert: a dense run's model with routed blocks, which starts as its parent."""
 
+import json
 import shutil
 
 import families
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from run_files import edit, forget
+from run_files import edit_record
 from test_import import error_line, run
 
 from efx import build, flops, models, optim, runfolder
@@ -122,7 +123,7 @@ def test_an_imported_run_is_converted(settings, tmp_path, capsys):
     # Positions go by a block's number.
     config = config_of_run(imported)
     config.model.attention.no_rope_every = 2
-    (imported / "config.json").write_text(config.to_json())
+    record_config(imported, config)
     flags = ("--mode=convert", "--from", imported, "--to", "layer_drop")
     assert run(*flags, "--workdir", tmp_path / "drop") == 2
     assert "block 2" in error_line(capsys)
@@ -212,8 +213,7 @@ def test_another_teacher_is_refused(parent, distilled, tmp_path, capsys):
     student = tmp_path / "run"
     shutil.copytree(start, student)
     teacher = runfolder.run_record(student)["teacher"] | {"parameters": "0" * 32}
-    edit(student / "run.json", lambda record: record | {"teacher": teacher})
-    forget(student)
+    edit_record(student, lambda record: record | {"teacher": teacher})
     assert run("--workdir", student, **{"train.teacher": parent}) == 2
     assert f"config.train.teacher={parent}" in error_line(capsys)
 
@@ -234,6 +234,10 @@ REFUSED = {
 }
 
 
+def record_config(run, config):
+    edit_record(run, lambda record: record | {"config": json.loads(config.to_json())})
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_runs_that_cannot_be_converted_are_refused(parent, tmp_path, capsys, monkeypatch, case):
     given, recorded, name = REFUSED[case]
@@ -244,7 +248,7 @@ def test_runs_that_cannot_be_converted_are_refused(parent, tmp_path, capsys, mon
         shutil.copytree(parent, folder)
         config = config_of_run(folder)
         config.update_from_flattened_dict(recorded)
-        (folder / "config.json").write_text(config.to_json())
+        record_config(folder, config)
     flags = {"--from": folder, "--to": "mod", "--workdir": "run"}
     flags |= {key: value for key, value in given.items() if key.startswith("--")}
     changes = {key: value for key, value in given.items() if not key.startswith("--")}

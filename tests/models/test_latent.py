@@ -310,7 +310,10 @@ REFUSED = [
     ({"level_heads": (3, 2)}, "config.model.level_widths=(8, 12)"),
     ({"level_heads": (1,)}, "config.model.level_heads=(1,)"),
     ({"attention.num_heads": 3}, "config.model.attention.num_heads=3"),
-    ({"level_widths": (9, 12)}, "9 / 1"),  # an odd head width under rotary positions
+    (
+        {"level_widths": (9, 12)},
+        "config.model.level_widths=(9, 12)",
+    ),  # an odd head width under rotary positions
     (
         {**MASKS, "level_widths": (8, 18), "level_heads": (2, 1)},
         "config.model.level_widths=(8, 18)",

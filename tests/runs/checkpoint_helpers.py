@@ -42,7 +42,7 @@ def abstract(tree, shardings=None):
 
 
 def make(root, **changes):
-    values = dict(every=1, keep_last=2, keep_best=0, best_metric="loss", asynchronous=True)
+    values = dict(every=1, keep_last=2, keep_best=0, scores={}, asynchronous=True)
     return Checkpointer(root, **values | changes)
 
 

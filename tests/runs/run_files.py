@@ -1,11 +1,13 @@
 """A tiny run, and what tests do to the files of its directory."""
 
 import contextlib
+import hashlib
 import json
 import resource
 
 from efx.configs import common
 from efx.metrics import MetricsWriter
+from efx.runfolder import MANIFEST
 
 TINY = {
     "steps": 2, "data.seq_len": 16, "data.batch_size": 8,
@@ -35,24 +37,22 @@ def largest_file(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def edit(path, change):
-    """Rewrite config.json or run.json as a user does on purpose: without its checksum.
+def edit_record(run, change):
+    """Change the record of a run in its checkpoints, and their checksums of it.
 
-    change: function of the contents, a dict, to the new ones.
+    change: function of the record, a dict, to the new one.
     """
-    contents = json.loads(path.read_text())
-    del contents["checksum"]
-    path.write_text(json.dumps(change(contents)))
+    for path in run.glob("checkpoints/*/meta/metadata"):
+        meta = json.loads(path.read_text())
+        text = json.dumps(meta | {"record": change(meta["record"])})
+        path.write_text(text)
+        manifest_path = path.parent.parent / MANIFEST
+        manifest = json.loads(manifest_path.read_text())
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        manifest["files"]["meta/metadata"] = [len(text.encode()), digest]
+        manifest_path.write_text(json.dumps(manifest))
 
 
-def move(path, before, after):
-    """Replace the folder `before` by `after` in config.json or run.json."""
-    edit(path, lambda contents: json.loads(json.dumps(contents).replace(str(before), str(after))))
-
-
-def forget(run):
-    """Drop what the checkpoints of a run know of its other files, as those of an earlier efx."""
-    for path in (run / "checkpoints").glob("*/efx_manifest.json"):
-        manifest = json.loads(path.read_text())
-        amended = manifest.get("amended", {}) | {"fingerprints": {}}
-        path.write_text(json.dumps(manifest | {"amended": amended}))
+def move(run, before, after):
+    """Replace the folder `before` by `after` in the record of a run."""
+    edit_record(run, lambda record: json.loads(json.dumps(record).replace(str(before), str(after))))

@@ -162,22 +162,22 @@ def test_a_process_whose_write_failed_does_not_wait_for_the_others(tmp_path, mon
 def test_the_last_and_the_best_are_kept(tmp_path):
     losses = [1.0, 2.0, 2.0, 4.0, -math.inf, None, math.nan]
     state = {"x": jnp.ones(3)}
-    kept = []
-    for chunk in (range(0, 4), range(4, 7)):  # a new process knows the old metrics
-        with make(tmp_path, keep_last=1, keep_best=2) as checkpointer:
-            for i in chunk:
-                metrics = None if losses[i] is None else {"loss": losses[i], "other": -i}
-                checkpointer.save(i + 1, state, {}, {}, metrics)
-                checkpointer.wait()
-                kept.append(checkpointer.steps())
+    kept, scores = [], {}
+    with make(tmp_path, keep_last=1, keep_best=2, scores=scores) as checkpointer:
+        for step, loss in enumerate(losses, 1):
+            checkpointer.save(step, state, {}, {})
+            checkpointer.wait()
+            scores[step] = loss  # a step is evaluated after its save
+            kept.append(checkpointer.steps())
+        assert checkpointer.best_step() == 1
     assert kept == [
         [1],
         [1, 2],
-        [1, 3],  # the newer of equal losses is the better
-        [1, 3, 4],
+        [1, 2, 3],
+        [1, 3, 4],  # the newer of equal losses is the better
         [1, 3, 5],  # a loss that is not finite is never best
-        [1, 3, 6],  # nor is a step without a loss
-        [1, 3, 7],
+        [1, 3, 6],
+        [1, 3, 7],  # nor is a step without a loss
     ]
 
 

@@ -155,7 +155,7 @@ def test_kill_9_in_the_middle_of_a_save(tmp_path, root):
         import sys, time, jax.numpy as jnp
         from efx.checkpoint import Checkpointer
         x = jnp.arange(20_000_000, dtype=jnp.float32)
-        c = Checkpointer(sys.argv[1], every=1, keep_last=1, keep_best=0, best_metric="",
+        c = Checkpointer(sys.argv[1], every=1, keep_last=1, keep_best=0, scores={},
                          asynchronous=True)
         c.save(1, {"x": x[:1000]}, {"next_index": 1}, {})
         c.wait()

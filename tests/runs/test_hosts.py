@@ -67,7 +67,7 @@ def check(changes):
             print(f"refused ({error.status}): {error}", flush=True)
 
     def make(name):
-        return Checkpointer(f"{folder}/{name}", every=1, keep_last=2, keep_best=0, best_metric="",
+        return Checkpointer(f"{folder}/{name}", every=1, keep_last=2, keep_best=0, scores={},
                             asynchronous=True)
 
     def array(values):

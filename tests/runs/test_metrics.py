@@ -101,12 +101,11 @@ def test_samples_are_files_named_by_step_and_a_resume_drops_later_ones(tmp_path)
     with writer_of(tmp_path) as writer:
         for step in (20, 1000):
             writer.write(step, {"loss": 1.0})
-            writer.write_text(step, "sample 0", "def f(x):\n    return 'é'")
-            writer.write_text(step, "sample 1", "class")
+            writer.write_samples(step, ["def f(x):\n    return 'é'", "class"])
         (samples / "notes.txt").write_text("mine")
     with writer_of(tmp_path) as writer:
         writer.truncate_after(400)
-        writer.write_text(1000, "sample 0", "new")
+        writer.write_samples(1000, ["new"])
     found = {path.name: path.read_text(encoding="utf-8") for path in samples.iterdir()}
     assert found == {
         "step_00000020.txt": "## sample 0\ndef f(x):\n    return 'é'\n## sample 1\nclass\n",
@@ -140,7 +139,7 @@ def test_other_processes_write_nothing(tmp_path, monkeypatch, capsys):
     with writer_of(tmp_path, tensorboard=True) as writer, Progress(3, plain_seconds=0) as progress:
         writer.truncate_after(0)
         writer.write(1, {"loss": 1.0})
-        writer.write_text(1, "sample", "text")
+        writer.write_samples(1, ["text"])
         progress.update(1, loss=1.0)
         progress.println("hello")
     assert list(tmp_path.iterdir()) == [] and capsys.readouterr().out == ""
@@ -172,7 +171,7 @@ def test_tensorboard_events_and_resume(tmp_path, capfd):
         for step in (1, 2, 3):
             writer.write(step, {"loss": float(step)})
         writer.write(4, {"bad": math.nan, "n": 10**12})
-        writer.write_text(5, "sample 0", "def f")
+        writer.write_samples(5, ["def f"])
     found = events(tmp_path)
     assert found[:3] == [(1, "loss", 1.0), (2, "loss", 2.0), (3, "loss", 3.0)]
     assert math.isnan(found[3][2]) and found[4] == (4, "n", float(np.float32(1e12)))

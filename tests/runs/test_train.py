@@ -213,7 +213,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(text, tmp_path, family):
 
     def run(folder):
         config = common.base(family)
-        changes = {"data.source": f"text:{text}", "mesh.data": -1, "steps": 2, "log.every": 2}
+        changes = {"data.source": f"text:{text}", "mesh.data": -1, "steps": 2}
         changes |= {"checkpoint.every": 1, "checkpoint.keep_last": 2}
         common.apply(config, shared | changes | RESUMED[family])
         train.train_and_evaluate(config, folder)

@@ -1,31 +1,28 @@
 """benchmarks/crash.py and benchmarks/fuzz.py: a little of each, and that they find faults."""
 
-import numpy as np
 import pytest
 
 from benchmarks import crash, fuzz
 
 
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    return crash.Bench(tmp_path_factory.mktemp("crash"), seed=3, steps=20)
+
+
 @pytest.mark.slow
-def test_kills_in_start_up_and_training_lose_nothing(capfd):
-    status = crash.main(["--kills=2", "--steps=20", "--faults=kills", "--seed=3"])
-    said = capfd.readouterr().out
-    assert status == 0, said
-    assert "1 in the start-up, 1 in the steps" in said
-    (row,) = [line.split() for line in said.splitlines() if line.startswith("kill -9")]
-    assert row[:9] == ["kill", "-9", "2", "2", *5 * ["0"]]
+def test_kills_in_training_lose_nothing(bench):
+    assert crash.kills(bench, 2) == []
 
 
-def test_lost_bits_are_counted():
-    found = crash.Outcome(times=1, survived=1)
-    assert not found.lost
-    for name, value in {"bits": 1, "missing": 1, "problems": ["a traceback"]}.items():
-        assert crash.Outcome(times=1, survived=1, **{name: value}).lost
-    assert crash.Outcome(times=1).lost and crash.Outcome().lost
-    a = {("x",): np.array([1.0, 0.0]), ("y",): np.zeros(2, np.int32)}
-    assert crash.bits(a, a) == 0
-    assert crash.bits(a, {**a, ("x",): np.array([1.0, -0.0])}) == 1
-    assert crash.bits(a, {("x",): a[("x",)]}) == 64
+@pytest.mark.slow
+def test_a_run_that_lost_something_is_found(bench):
+    folder = bench.folder()
+    assert bench.finish(folder) == []
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:3] + lines[4:]))
+    (line,) = bench.finish(folder)
+    assert "metrics" in line
 
 
 # Parts without compilation or runs.

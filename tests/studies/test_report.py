@@ -35,7 +35,7 @@ def make_run(folder, width=32, speed=1000.0, evaluated=True, held_out="h", **dat
     logged_run(folder, config, rows, held_out=held_out)
     with MetricsWriter(folder, tensorboard=False) as writer:
         for step in (20, 40):
-            writer.write_text(step, "sample 0", f"of step {step} {HOSTILE}")
+            writer.write_samples(step, [f"of step {step} {HOSTILE}"])
     return folder
 
 
