@@ -1,54 +1,52 @@
-"""Training text that is tokenised while it is trained on: a folder of token files that grows.
+"""Training text that is tokenised during training, into a folder of token files.
 
-    progress.json     what there is: for each file its tokens and checksums, and how far in the text
-                      it goes; whether that is all
+    progress.json     for each file its tokens, position in the text and checksums; whether the text
+                      is complete
     00000.bin ...     token ids; all files but the last hold equally many
-    tokenizer.json    what makes them
+    tokenizer.json    the tokenizer that makes them
 
-The files are written by a process of their own (`main`), in the order of the text. It goes on where
-an earlier one was interrupted, stays a bounded number of tokens ahead of the training, and ends
-with the process that started it. Of several that share the folder one writes at a time, whoever
-needs more. What a file holds depends on the text and the tokenizer alone.
+A separate process (`main`) writes the files in the order of the text, a bounded number of tokens
+ahead of training. It resumes where an earlier one stopped, and ends with the training process. Runs
+that share the folder write in turns. The files depend on the text and the tokenizer alone.
 """
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import json
 import os
+import queue
 import subprocess
 import sys
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import numpy as np
 
 from efx import atomic
-from efx.data.disk_cache import checksums, content_key, locked
+from efx.data.disk_cache import checksums, content_key, locked, not_writable
 from efx.data.shards import token_dtype
 from efx.data.tokenizers import load_tokenizer
 from efx.errors import PassingError, UsageError
 from efx.signals import STOPPING
 
-# To be raised whenever the same input gives other tokens than before.
-_VERSION = 1
+_VERSION = 1  # raise it when the same input gives other tokens
 _SHARD_TOKENS = 1 << 22
-_TOKENS_AHEAD = 1 << 28  # of what was asked for, so that a long text does not fill the disk
-_CHECKED_SHARDS = 32  # whose content is compared when a folder is opened; the sizes of all are
-_OPEN_SHARDS = 64  # at once
+_TOKENS_AHEAD = 1 << 28  # of training, so that a long text does not fill the disk
+_CHECKED_SHARDS = 32  # files whose checksums are compared when a folder is opened
 _POLL_SECONDS = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far the tokens go.
+    """The token files of a folder.
 
     Attributes:
-      shards: for each file (tokens, pieces of text that it and those before it hold whole, tokens
-        of the next piece that they hold, checksums).
-      finished: whether the text goes no further.
+      shards: of each file (tokens, whole documents in this and earlier files, tokens of the next
+        document in these files, checksums).
+      finished: whether the text ends here.
     """
 
     shards: tuple = ()
@@ -58,37 +56,28 @@ class Progress:
     def tokens(self):
         return sum(shard[0] for shard in self.shards)
 
-    @property
-    def position(self):
-        """(pieces that are tokens already, tokens of the next one that are)"""
-        return tuple(self.shards[-1][1:3]) if self.shards else (0, 0)
-
     @classmethod
     def read(cls, folder):
-        """That of a folder; of one without, or with a damaged one, none."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        """The progress of a folder; none if progress.json is absent or damaged."""
+        with contextlib.suppress(OSError, ValueError, KeyError):
             stored = json.loads((folder / "progress.json").read_text())
             if stored["sum"] == content_key(stored["value"]):
                 return cls(tuple(stored["value"]["shards"]), stored["value"]["finished"])
         return cls()
 
     def write(self, folder):
-        """Takes the place of an earlier one."""
+        """Replace progress.json."""
         value = {"shards": list(self.shards), "finished": self.finished}
         text = json.dumps({"sum": content_key(value), "value": value})
         atomic.write_text(folder / "progress.json", text)
 
-    def intact(self, folder):
-        """As far as the files are as they were written."""
+    def up_to_damage(self, folder):
+        """The progress before the first damaged file: all sizes and some checksums are compared."""
         checked = set(np.linspace(0, len(self.shards) - 1, _CHECKED_SHARDS).astype(int))
         for number, (*_, (size, *sums)) in enumerate(self.shards):
             path = _path(folder, number)
-            try:
-                same = path.stat().st_size == size
-                same = same and (number not in checked or checksums(path) == [size, *sums])
-            except OSError:
-                same = False
-            if not same:
+            intact = path.exists() and path.stat().st_size == size
+            if not intact or (number in checked and checksums(path) != [size, *sums]):
                 return Progress(self.shards[:number])
         return self
 
@@ -98,12 +87,12 @@ def _path(folder, number):
 
 
 class GrowingTokens:
-    """The tokens of a training split, of which there are more and more.
+    """The tokens of a training split while a separate process writes them.
 
     Args:
       name: of the text, for messages.
       key: hash of everything that the text depends on.
-      config_data, origin: what the text is opened by, see `opened.OpenedTexts`.
+      config_data, origin: arguments of `opened.OpenedTexts`.
     """
 
     def __init__(self, name, key, tokenizer, root, config_data, origin):
@@ -114,15 +103,14 @@ class GrowingTokens:
         self._folder = root / "growing" / key
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with locked(self._folder / "lock", wait=False) as mine:
-                if mine is not None:  # else another process writes, which has looked already
-                    progress = Progress.read(self._folder)
-                    if (whole := progress.intact(self._folder)) != progress:
-                        whole.write(self._folder)
+            with locked(self._folder / "lock", wait=False) as is_locked:
+                if is_locked is not None:  # a process that holds the lock has checked the files
+                    Progress.read(self._folder).up_to_damage(self._folder).write(self._folder)
             tokenizer.save(self._folder / "tokenizer.json")
         except OSError as error:
-            raise UsageError(_cannot_write(root, error)) from error
-        self._progress, self._writer, self._asked = Progress.read(self._folder), None, 0
+            raise not_writable(root, error) from error
+        self._progress = Progress.read(self._folder)
+        self._writer, self._requested = None, 0
         job = {
             "config_data": {**dataclasses.asdict(config_data), "on_change": "error"},
             "origin": origin,
@@ -131,9 +119,6 @@ class GrowingTokens:
             "shard_tokens": self._shard_tokens,
         }
         self._job = (json.dumps(job) + "\n").encode()
-        # Of a function that does not hold this object, which ends its process when it goes. They
-        # are read, not mapped: what is mapped counts as memory of the process.
-        self._opened = functools.lru_cache(_OPEN_SHARDS)(functools.partial(_opened, self._folder))
 
     def __len__(self):
         """Tokens so far."""
@@ -141,61 +126,45 @@ class GrowingTokens:
 
     @property
     def finished(self):
-        """Whether there will be no more."""
+        """Whether the text is complete."""
         return self._progress.finished
 
     def begin(self):
-        """Has the first tokens made meanwhile, whatever else is to be done before training."""
+        """Start tokenising, while the caller prepares training."""
         if not self.finished:
-            self._ask(_TOKENS_AHEAD)
+            self._request(_TOKENS_AHEAD)
 
     def wait(self, count):
-        """Waits until there are `count` tokens, or all; returns how many there are then.
+        """Wait for `count` tokens or the end of the text; return the number of tokens.
 
-        Raises UsageError if there will not be any more, because the text cannot be read.
+        Raises UsageError if the text cannot be read, PassingError if the writer was killed.
         """
         while not self.finished:
-            self._ask(count + _TOKENS_AHEAD)
+            self._request(count + _TOKENS_AHEAD)
             if len(self) >= count:
                 break
-            ended = self._writer.poll()  # asked first: what it wrote at last counts
+            status = self._writer.poll()  # before the progress: its last tokens count
             self._progress = Progress.read(self._folder)
             if len(self) >= count or self.finished:
                 continue
-            if ended is not None:
-                raise self._failure(ended)
+            if status is not None:
+                raise self._failure(status)
             time.sleep(_POLL_SECONDS)
         return len(self)
 
-    def _ask(self, count):
-        """Has the process write so many tokens; starts it if it is not there."""
+    def _request(self, count):
+        """Request `count` tokens from the writer; start it if there is none."""
         if self._writer is None:
-            # What tells a whole job to stop (Slurm, a machine that shuts down) tells this process
-            # too, and training may need tokens for its last steps. From the first line on, since
-            # imports take half a second.
-            script = (
-                "import signal, sys\n"
-                f"for number in {[int(number) for number in STOPPING]}:\n"
-                "    signal.signal(number, signal.SIG_IGN)\n"
-                f"sys.path[:] = {sys.path!r}\n"
-                "from efx.data import growing\ngrowing.main()"
-            )
-            # In a session of its own: Ctrl-C is for the training, with which it ends.
-            self._writer = subprocess.Popen(
-                [sys.executable, "-c", script],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,
-            )
-            weakref.finalize(self, _end, self._writer)
+            self._writer = _start_writer()
+            weakref.finalize(self, _stop_writer, self._writer)
             self._send(self._job)
-        # Not at every step, but when half of what was asked for may have been used.
-        if count - _TOKENS_AHEAD // 2 > self._asked or not self._asked:
-            self._asked = count
+        # Only when half of the tokens ahead may be used up.
+        if not self._requested or count > self._requested + _TOKENS_AHEAD // 2:
+            self._requested = count
             self._send(f"{count}\n".encode())
 
     def _send(self, line):
-        with contextlib.suppress(BrokenPipeError):  # `wait` sees that it has ended
+        with contextlib.suppress(BrokenPipeError):  # `wait` reports that the writer ended
             self._writer.stdin.write(line)
             self._writer.stdin.flush()
 
@@ -204,51 +173,56 @@ class GrowingTokens:
             f"{self._name}: the tokenising process ended with status {status}; rerun the "
             "command to resume"
         )
-        # A negative status is the signal that ended the process.
-        is_passing = status < 0 or status == PassingError.status
-        return (PassingError if is_passing else UsageError)(message)
+        was_killed = status < 0  # by a signal
+        kind = PassingError if was_killed or status == PassingError.status else UsageError
+        return kind(message)
 
     def windows(self, starts, length):
-        """int32[len(starts), length]: the tokens from each start on, all of them there."""
-        rows = np.empty((len(starts), length), self._dtype)
+        """int32[len(starts), length]: the tokens from each start on."""
+        # Files are read, not mapped: mapped pages count as memory of the process.
+        rows, itemsize = np.empty((len(starts), length), np.int32), self._dtype.itemsize
         for row, start in zip(rows, starts, strict=True):
             copied = 0
             while copied < length:
                 number, offset = divmod(int(start) + copied, self._shard_tokens)
-                piece = row[copied : copied + self._shard_tokens - offset]
-                file = self._opened(number)
-                file.seek(offset * row.itemsize)
-                if file.readinto(piece) < piece.nbytes:
-                    raise UsageError(
-                        f"{_path(self._folder, number)} was truncated while it was read; rerun "
-                        "the command"
-                    )
-                copied += len(piece)
-        return rows.astype(np.int32)
+                count = min(length - copied, self._shard_tokens - offset)
+                path = _path(self._folder, number)
+                part = np.fromfile(path, self._dtype, count, offset=offset * itemsize)
+                row[copied : copied + count] = part
+                copied += count
+        return rows
 
     def arrays(self):
-        """All tokens, in order, when there are all."""
+        """All tokens, in order; waits for the end of the text."""
         self.wait(sys.maxsize)
         count = len(self._progress.shards)
         return [np.memmap(_path(self._folder, i), self._dtype, "r") for i in range(count)]
 
 
-def _opened(folder, number):
-    return open(_path(folder, number), "rb", buffering=0)
+def _start_writer():
+    # Slurm and a shutdown signal all processes of a job, but training may need tokens for its last
+    # steps. The signals are ignored before the imports, which take half a second. Ctrl-C does not
+    # reach a new session.
+    script = (
+        "import signal, sys\n"
+        f"for number in {[int(number) for number in STOPPING]}:\n"
+        "    signal.signal(number, signal.SIG_IGN)\n"
+        f"sys.path[:] = {sys.path!r}\n"
+        "from efx.data import growing\ngrowing.main()"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
 
 
-def _end(process):
+def _stop_writer(process):
     with contextlib.suppress(BrokenPipeError):
         process.stdin.close()
     process.wait()
     process.stdout.close()
-
-
-def _cannot_write(root, error):
-    return (
-        f"config.data.cache_dir={str(root)!r} cannot be written ({error.strerror or error}); "
-        "choose a writable folder with free space"
-    )
 
 
 # ---- the process that writes -------------------------------------------------------------------
@@ -258,60 +232,61 @@ class Writer:
     """Writes the token files of a folder.
 
     Args:
-      open_pieces: function without arguments: (name, bytes) of each piece of the text, in order.
+      open_documents: function without arguments that returns an iterator over (name, bytes).
     """
 
-    def __init__(self, folder, name, open_pieces, tokenizer, shard_tokens):
-        self._folder, self._name, self._open_pieces = folder, name, open_pieces
+    def __init__(self, folder, name, open_documents, tokenizer, shard_tokens):
+        self._folder, self._name, self._open_documents = folder, name, open_documents
         self._tokenizer, self._shard_tokens = tokenizer, shard_tokens
         self._dtype = token_dtype(tokenizer.vocab_size)
-        self._written, self._coming = None, None
+        self._written, self._steps = None, None
 
-    def grow(self, wanted):
-        """Writes until there are `wanted()` tokens, or all; returns whether there are all."""
+    def grow(self, count):
+        """Write until there are `count` tokens or the text ends; return whether it ended."""
         with locked(self._folder / "lock"):
             progress = Progress.read(self._folder)
-            if progress != self._written:  # another process has gone on, or this one begins
-                self._coming = self._shards(progress)
-            while not progress.finished and progress.tokens < wanted():
-                progress = next(self._coming)
+            if progress != self._written:  # the first call, or another process has written
+                self._steps = self._write_shards(progress)
+            while not progress.finished and progress.tokens < count:
+                progress = next(self._steps)
                 progress.write(self._folder)
             self._written = progress
         return progress.finished
 
-    def _shards(self, progress):
-        """Writes one file after another; yields the progress after each."""
-        parts, room = [], self._shard_tokens
-        for pieces, offset, ids in self._ids(progress):
+    def _write_shards(self, progress):
+        """Write one file after another; yield the progress after each."""
+        parts, missing = [], self._shard_tokens
+        for number, offset, ids in self._document_ids(progress):
             while len(ids):
-                parts.append(ids[:room])
-                offset, ids, room = offset + len(ids[:room]), ids[room:], room - len(ids[:room])
-                if not room:
-                    position = (pieces, offset) if len(ids) else (pieces + 1, 0)
-                    progress = self._with_shard(progress, parts, position)
+                part, ids = ids[:missing], ids[missing:]
+                parts.append(part)
+                offset, missing = offset + len(part), missing - len(part)
+                if not missing:
+                    position = (number, offset) if len(ids) else (number + 1, 0)
+                    progress = self._add_shard(progress, parts, position)
                     yield progress
-                    parts, room = [], self._shard_tokens
+                    parts, missing = [], self._shard_tokens
         if parts:
-            progress = self._with_shard(progress, parts, (pieces + 1, 0))
+            progress = self._add_shard(progress, parts, (number + 1, 0))
         if not progress.tokens:
             raise UsageError(f"{self._name}: the training split has no tokens")
         yield dataclasses.replace(progress, finished=True)
 
-    def _ids(self, progress):
-        """Yields (pieces before, tokens of this one before, its further tokens) of each piece from
-        where the files end. Between pieces is the end of a document."""
-        first, offset = progress.position
-        begun, eot = progress.tokens > offset, self._tokenizer.eot
-        documents = itertools.islice(self._open_pieces(), first, None)
+    def _document_ids(self, progress):
+        """Yield (document number, tokens of it in the files, its other tokens) from the end of the
+        files on; the end-of-document id precedes every document but the first."""
+        first, offset = progress.shards[-1][1:3] if progress.shards else (0, 0)
+        is_first, eot = progress.tokens == offset, self._tokenizer.eot
+        documents = itertools.islice(self._open_documents(), first, None)
         for number, ids in enumerate(self._tokenizer.encode_documents(documents), first):
             if len(ids):
-                if begun and eot is not None:
+                if not is_first and eot is not None:
                     ids = np.concatenate([np.array([eot], np.int32), ids])
-                begun = True
+                is_first = False
             yield number, offset, ids[offset:]
             offset = 0
 
-    def _with_shard(self, progress, parts, position):
+    def _add_shard(self, progress, parts, position):
         path = _path(self._folder, len(progress.shards))
         ids = np.concatenate(parts).astype(self._dtype)
         with atomic.replacing(path) as part:
@@ -320,63 +295,40 @@ class Writer:
         return dataclasses.replace(progress, shards=(*progress.shards, shard))
 
 
-class _Wanted:
-    """How many tokens are asked for, line by line, in standard input; its end ends this process."""
-
-    def __init__(self, lines):
-        self._lines, self._changed, self._count = lines, threading.Condition(), 0
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self):
-        for line in self._lines:
-            with self._changed:
-                self._count = int(line)
-                self._changed.notify()
-        os._exit(0)
-
-    def __call__(self):
-        return self._count
-
-    def wait(self, more_than):
-        """Waits until more tokens are asked for than this."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._count > more_than)
-
-
 def main():
-    """Does a job that comes in standard input, see `GrowingTokens`; ends with who asks for
-    tokens."""
-    from pathlib import Path
+    """Tokenise the text of a `GrowingTokens`.
 
+    The first line of standard input is its job, and each other line a requested number of tokens.
+    The end of standard input ends the process.
+    """
     job = json.loads(sys.stdin.buffer.readline())
-    wanted, status = _Wanted(sys.stdin.buffer), 0
+    requests, status = queue.SimpleQueue(), 0
+    threading.Thread(target=_read_requests, args=[requests], daemon=True).start()
     try:
-        _tokenise(Path(job["folder"]), job, wanted)
+        writer = _open_writer(job)
+        while not writer.grow(requests.get()):
+            pass
     except UsageError as error:
         print(error, flush=True)
         status = error.status
     except OSError as error:
-        print(_cannot_write(job["root"], error), flush=True)
-        status = 2
-    # The thread that reads standard input is not waited for.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+        print(not_writable(job["root"], error), flush=True)
+        status = UsageError.status
+    os._exit(status)  # without waiting for the thread that reads standard input
 
 
-def _tokenise(folder, job, wanted):
+def _read_requests(requests):
+    for line in sys.stdin.buffer:
+        requests.put(int(line))
+    os._exit(0)
+
+
+def _open_writer(job):
     from efx.data.opened import OpenedTexts
     from efx.run_blocks import DataConfig
 
     opened = OpenedTexts(DataConfig(**job["config_data"]), ("train",), job["origin"])
-    writer = Writer(
-        folder,
-        opened.source.name,
-        opened.training_pieces,
-        load_tokenizer(folder / "tokenizer.json"),
-        job["shard_tokens"],
-    )
-    reached = 0
-    while not writer.grow(wanted):
-        reached = max(reached, Progress.read(folder).tokens)
-        wanted.wait(more_than=reached)
+    folder = Path(job["folder"])
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    name, documents = opened.source.name, opened.training_pieces
+    return Writer(folder, name, documents, tokenizer, job["shard_tokens"])

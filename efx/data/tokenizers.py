@@ -1,14 +1,13 @@
-"""Tokenizers: bytes, characters, byte-level BPE, and any file of the `tokenizers` library.
+"""Tokenizers: bytes, characters, byte-level BPE, and every file of the `tokenizers` library.
 
-All of them turn text into int32 ids and back, know the bytes of each id where an id alone decides
-them, and are saved in one file, tokenizer.json. `bytes` and `chars` files hold their "kind";
-a BPE file is in the format of the `tokenizers` library, so that other programs can read it too.
+A tokenizer turns text into int32 ids and back, and is saved as tokenizer.json. The files of `bytes`
+and `chars` hold their "kind"; all others have the format of the `tokenizers` library.
 """
 
 import codecs
+import contextlib
 import json
 import logging
-import os
 from pathlib import Path
 
 import numpy as np
@@ -20,23 +19,22 @@ from efx.errors import UsageError, nearest
 log = logging.getLogger(__name__)
 
 KINDS = ("bytes", "chars", "bpe", "hf")
-_SMALLEST_BPE = 257  # 256 bytes and the end of text
-# The largest vocabularies in use have a quarter of it. The library makes room for all ids before it
-# trains, and a process that asks for more memory than there is is ended by it, without an error.
-_LARGEST_BPE = 1_000_000
+_MIN_BPE = 257  # 256 bytes and the end of a document
+# Four times the largest vocabulary in use. The library allocates all ids before it trains, and the
+# system kills a process that has no memory for them.
+_MAX_BPE = 1_000_000
 _STRIDE = 1 << 22  # characters encoded at a time
+_CODE_POINTS = 0x110000
 
 
 class Tokenizer:
-    """What every tokenizer offers.
+    """Base class of the tokenizers.
 
     Attributes:
-      kind: bytes, chars, or bpe (everything in the format of the `tokenizers` library).
+      kind: bytes, chars, or bpe (every file of the `tokenizers` library).
       vocab_size: ids are 0..vocab_size-1.
-      eot: the id between documents, or None. No text encodes to it, even if it spells it out, and
-        it decodes to nothing.
-      start: ids that every document and every prompt begins with, such as `<s>`; `encode` does not
-        give them.
+      eot: the id between documents, or None. It decodes to nothing, and text never encodes to it.
+      start: ids before every document and every prompt, such as `<s>`; not part of `encode`.
     """
 
     kind: str
@@ -45,39 +43,39 @@ class Tokenizer:
     start: tuple = ()
 
     def encode(self, text):
-        """int32[n]: the ids of `text` (str, or bytes in UTF-8). Raises UsageError if it cannot."""
+        """int32[n]: the ids of `text`, str or UTF-8 bytes; UsageError for text outside of the
+        vocabulary."""
         raise NotImplementedError
 
     def encode_documents(self, documents, report=None):
-        """Yields the ids of each of `documents`, (name, bytes) pairs, which begin with `start`
-        where there are any; errors give the name.
+        """Yield the ids of each document, after `start` unless the document is empty.
 
-        report: called with the number of characters (or bytes) that are encoded, now and then.
+        Args:
+          documents: iterable of (name, bytes); errors contain the name.
+          report: called with numbers of encoded characters or bytes.
         """
         for name, data in documents:
-            try:
+            with naming(name):
                 ids = self.encode(data)
-            except UsageError as error:
-                raise UsageError(f"{name}: {error}") from error
             if report:
                 report(len(data))
             yield ids
 
     def token_bytes(self):
-        """List of the bytes of each id, or None where an id alone does not determine them."""
+        """List of the bytes of each id, or None if they depend on the ids around it."""
         raise NotImplementedError
 
     def decode_bytes(self, ids):
-        """The bytes that `ids` stand for."""
-        table, ids = self.token_bytes(), checked_ids(ids, self.vocab_size)
-        return b"".join(table[i] for i in ids)
+        """The bytes of `ids`."""
+        table = self.token_bytes()
+        return b"".join(table[i] for i in np.ravel(ids))
 
     def decode(self, ids):
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
     def byte_lengths(self):
-        """int64[vocab_size]: len of `token_bytes`, or None."""
+        """int64[vocab_size]: lengths of `token_bytes`, or None."""
         table = self.token_bytes()
         return None if table is None else np.array([len(t) for t in table], np.int64)
 
@@ -90,7 +88,7 @@ class Tokenizer:
         raise NotImplementedError
 
     def save(self, path):
-        """Writes tokenizer.json in one rename, so that the file is never there incomplete."""
+        """Write tokenizer.json atomically."""
         atomic.write_text(Path(path), self.to_json())
 
     @property
@@ -100,7 +98,7 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Returns each character of the text as soon as its last byte has come."""
+    """Returns each character as soon as its last byte is decoded."""
 
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
@@ -111,7 +109,7 @@ class StreamDecoder:
         return self._utf8.decode(self._tokenizer.decode_bytes([token_id]))
 
     def finish(self):
-        """Text for an incomplete character at the end: nothing, or U+FFFD."""
+        """U+FFFD for an incomplete last character, else nothing."""
         return self._utf8.decode(b"", final=True)
 
 
@@ -121,43 +119,33 @@ class ByteTokenizer(Tokenizer):
     kind, vocab_size, eot = "bytes", 257, 256
 
     def encode(self, text):
-        """int32[n]; also takes bytes that are not UTF-8."""
+        """int32[n]; bytes need not be UTF-8."""
         if isinstance(text, str):
-            text = _utf8(text, "surrogateescape")  # as Python decodes file names and command lines
+            text = text.encode("utf-8", "surrogateescape")  # as in sys.argv
         return np.frombuffer(text, np.uint8).astype(np.int32)
 
     def encode_documents(self, documents, report=None):
-        """Yields the ids of each document, whatever its bytes are; of those that are no text in
-        UTF-8, which another tokenizer would refuse, it says so once, at the end."""
-        first, count = None, 0
+        """Yield the ids of each document; warn about the first one that is not UTF-8."""
+        warned = False
         for name, data in documents:
-            if wrong := _not_utf8(data):
-                first, count = first or name, count + wrong
+            if not (warned or data.isascii()) and data.decode("utf-8", "ignore").encode() != data:
+                warned = True
+                log.warning(
+                    "%s is not UTF-8 text: config.data.tokenizer=bytes encodes its bytes "
+                    "unchanged; convert the files if they should be text",
+                    name,
+                )
             yield from super().encode_documents([(name, data)], report)
-        if count:
-            log.warning(
-                "%d bytes are not UTF-8 text, the first in %s: config.data.tokenizer=bytes "
-                "encodes them unchanged; convert the files if they should be text",
-                count,
-                first,
-            )
 
     def token_bytes(self):
-        """256 single bytes and nothing for the end of a document."""
         return [bytes([i]) for i in range(256)] + [b""]
 
-    def decode_bytes(self, ids):
-        """The bytes themselves, without ends of documents."""
-        ids = np.asarray(checked_ids(ids, self.vocab_size), np.int64)
-        return ids[ids < 256].astype(np.uint8).tobytes()
-
     def to_json(self):
-        """Only the kind."""
         return json.dumps({"kind": self.kind}) + "\n"
 
 
 class CharTokenizer(Tokenizer):
-    """Each character is an id, in the order of the characters; no end-of-document id."""
+    """Each character is an id, in the order of code points; no end-of-document id."""
 
     kind, eot = "chars", None
 
@@ -167,80 +155,68 @@ class CharTokenizer(Tokenizer):
             raise UsageError("a character tokenizer needs at least one character")
         self.characters = "".join(map(chr, codes))
         self.vocab_size = len(codes)
-        self._id_of = np.full(int(codes[-1]) + 1, -1, np.int32)
+        self._id_of = np.full(_CODE_POINTS, -1, np.int32)
         self._id_of[codes] = np.arange(len(codes))
         self._table = [c.encode() for c in self.characters]
 
     def encode(self, text):
-        """int32[n]. Raises UsageError naming a character that is not in the vocabulary."""
-        text = text_of(text, self.kind)
-        chunks = [self._ids(text, i) for i in range(0, len(text), _STRIDE)]
-        return np.concatenate(chunks) if chunks else np.empty(0, np.int32)
-
-    def _ids(self, text, start):
-        codes = _codes(text[start : start + _STRIDE])
-        # Codes past the table's end are looked up as code 0 and set to -1 below.
-        beyond = codes >= len(self._id_of)
-        ids = self._id_of[np.where(beyond, 0, codes)]
-        ids[beyond] = -1
-        if len(ids) and ids.min() < 0:
-            position = start + int(np.argmax(ids < 0))
-            raise UsageError(
-                f"the character {text[position]!r} at {position} is not one of the "
-                f"{self.vocab_size} characters of the tokenizer"
-            )
-        return ids
+        """int32[n]. Raises UsageError for a character outside of the vocabulary."""
+        text, chunks = text_of(text, self.kind), [np.empty(0, np.int32)]
+        for start in range(0, len(text), _STRIDE):
+            ids = self._id_of[_codes(text[start : start + _STRIDE])]
+            if ids.min() < 0:
+                position = start + int(np.argmax(ids < 0))
+                raise UsageError(
+                    f"the character {text[position]!r} at {position} is not one of the "
+                    f"{self.vocab_size} characters of the tokenizer"
+                )
+            chunks.append(ids)
+        return np.concatenate(chunks)
 
     def token_bytes(self):
-        """Each character in UTF-8."""
         return self._table
 
     def to_json(self):
-        """The characters, in order."""
         return json.dumps({"kind": self.kind, "characters": self.characters}) + "\n"
 
 
 def parse(spec):
-    """`config.data.tokenizer` as (kind, argument): bytes, chars, (bpe, size), (hf, name) or (file,
-    path).
+    """Split `config.data.tokenizer` into (kind, argument).
+
+    Returns: ("bytes", None), ("chars", None), ("bpe", size), ("hf", name) or ("file", path).
 
     Raises:
-      UsageError: no such kind and no such file; no size for bpe, or one out of range.
+      UsageError: an unknown kind, no such file, or no valid size for bpe.
     """
     spec = str(spec)
     if spec in ("bytes", "chars"):
         return spec, None
-    kind, colon, size = spec.partition(":")
+    kind, _, argument = spec.partition(":")
     if kind == "bpe":
-        number = int(size) if size.isdecimal() and len(size) < 10 else 0  # int() has a limit
-        if not _SMALLEST_BPE <= number <= _LARGEST_BPE:
+        size = int(argument) if argument.isdecimal() and len(argument) < 10 else 0
+        if not _MIN_BPE <= size <= _MAX_BPE:
             raise UsageError(
-                f"config.data.tokenizer={spec!r}: expected the number of ids, from "
-                f"{_SMALLEST_BPE} to {_LARGEST_BPE}, as in bpe:8192"
+                f"config.data.tokenizer={spec!r}: expected the number of ids, from {_MIN_BPE} to "
+                f"{_MAX_BPE}, as in bpe:8192"
             )
-        return "bpe", number
-    if kind == "hf" and size:
-        return "hf", size
+        return "bpe", size
+    if kind == "hf" and argument:
+        return "hf", argument
     path = storage.local_path(spec, "config.data.tokenizer")
     file = path / "tokenizer.json" if spec and path.is_dir() else path
     if file.is_file():
         return "file", file
-    if spec and path.exists():
-        problem = "the folder has no tokenizer.json" if path.is_dir() else "it is not a file"
-        raise UsageError(f"config.data.tokenizer={spec!r}: {problem}")
-    if path.suffix == ".json" or os.sep in spec:
-        raise UsageError(f"config.data.tokenizer={spec!r}: no such file")
     raise UsageError(
-        f"config.data.tokenizer={spec!r}: unknown kind{nearest(kind, KINDS)}; use bytes, "
+        f"config.data.tokenizer={spec!r}: no such file or kind{nearest(kind, KINDS)}; use bytes, "
         "chars, bpe:SIZE, hf:NAME or the path of a tokenizer.json"
     )
 
 
 def ready(spec):
-    """The tokenizer that `config.data.tokenizer` names, or None if it has to be made of a text.
+    """The tokenizer that `config.data.tokenizer` names, or None if it must be made from text.
 
     Raises:
-      UsageError: see `parse` and `load_tokenizer`; the Hugging Face hub has none of this name.
+      UsageError: see `parse` and `load_tokenizer`, or the Hugging Face hub has no such tokenizer.
     """
     kind, argument = parse(spec)
     if kind == "bytes":
@@ -248,17 +224,17 @@ def ready(spec):
     if kind == "file":
         return load_tokenizer(argument)
     if kind == "hf":
-        return load_tokenizer(_downloaded(spec, argument))
+        return load_tokenizer(_download(spec, argument))
     return None
 
 
-def _downloaded(spec, name):
-    """Path of the tokenizer.json of a model of the Hugging Face hub, in the hub's own cache."""
+def _download(spec, name):
+    """Path of the tokenizer.json of a model on the Hugging Face hub, in the hub's own cache."""
     import huggingface_hub
 
     try:
         return huggingface_hub.hf_hub_download(name, "tokenizer.json")
-    except Exception as error:  # the library and what is below it raise many unrelated types
+    except Exception as error:  # the hub's libraries raise many unrelated types
         first_line = (str(error).splitlines() or [""])[0][:200]
         raise UsageError(
             f"config.data.tokenizer={spec!r} cannot be downloaded from the Hugging Face hub "
@@ -268,7 +244,7 @@ def _downloaded(spec, name):
 
 
 def load_tokenizer(path):
-    """The tokenizer in the file `path` (ours, or of the `tokenizers` library).
+    """The tokenizer in a file of ours or of the `tokenizers` library.
 
     Raises:
       UsageError: no such file, or not a tokenizer.
@@ -276,59 +252,36 @@ def load_tokenizer(path):
     try:
         text = reading.read_text(storage.folder(path, "the tokenizer"))
         fields = reading.parse_json(text)
-    except OSError as error:
-        raise UsageError(f"cannot read the tokenizer {path} ({error.strerror})") from error
-    except ValueError as error:
-        raise UsageError(f"the tokenizer {path} is not valid JSON ({error})") from error
-    try:
-        if isinstance(fields, dict) and "kind" in fields:
-            if fields["kind"] == "bytes":
-                return ByteTokenizer()
-            if fields["kind"] == "chars":
-                return CharTokenizer(fields["characters"])
-            raise UsageError(f"unknown kind {fields['kind']!r}{nearest(fields['kind'], KINDS)}")
-        if not isinstance(fields, dict) or "model" not in fields:
-            raise UsageError("it has neither 'kind' nor 'model'")
+        if fields.get("kind") == "bytes":
+            return ByteTokenizer()
+        if fields.get("kind") == "chars":
+            return CharTokenizer(fields["characters"])
         from efx.data.bpe import LibraryTokenizer
 
         return LibraryTokenizer(text)
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is not a tokenizer: {_line(error)}") from error
+    except OSError as error:
+        raise UsageError(f"cannot read the tokenizer {path} ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path} is not a tokenizer: {error}") from error
 
 
-def _line(error):
-    return " ".join(str(error).split())
-
-
-def _not_utf8(data):
-    """How many of these bytes belong to no character."""
-    if data.isascii():
-        return 0
-    decoder = codecs.getincrementaldecoder("utf-8")("ignore")
-    strides = (data[i : i + _STRIDE] for i in range(0, len(data), _STRIDE))
-    kept = sum(len(decoder.decode(stride).encode()) for stride in strides)
-    return len(data) - kept
-
-
-def _utf8(text, errors="strict"):
+@contextlib.contextmanager
+def naming(document):
+    """Prefix the message of a UsageError with the name of a document."""
     try:
-        return text.encode("utf-8", errors)
-    except UnicodeEncodeError as error:
-        raise UsageError(
-            f"the text has half of a surrogate pair, {text[error.start]!r}, at {error.start}"
-        ) from error
+        yield
+    except UsageError as error:
+        raise UsageError(f"{document}: {error}") from error
 
 
 def text_of(text, kind):
-    """`text` as a str that has a UTF-8 form."""
-    if isinstance(text, str):
-        _utf8(text)
-        return text
+    """`text` (str or bytes) as a str without surrogates, for a tokenizer of this kind."""
+    data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else bytes(text)
     try:
-        return bytes(text).decode("utf-8")
+        return data.decode()
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"not UTF-8 text (byte 0x{error.object[error.start]:02x} at {error.start}): "
+            f"not UTF-8 text (byte 0x{data[error.start]:02x} at {error.start}): "
             f"config.data.tokenizer={kind} needs UTF-8; config.data.tokenizer=bytes accepts "
             "any bytes"
         ) from error
@@ -340,18 +293,9 @@ def _codes(text):
 
 
 def characters_of(texts):
-    """The characters that occur in `texts`, ascending."""
-    occurs = np.zeros(0x110000, bool)
+    """The characters that occur in `texts`, in the order of code points."""
+    occurs = np.zeros(_CODE_POINTS, bool)
     for text in texts:
         for i in range(0, len(text), _STRIDE):
             occurs[_codes(text[i : i + _STRIDE])] = True
     return "".join(map(chr, np.flatnonzero(occurs)))
-
-
-def checked_ids(ids, vocab_size):
-    """`ids` as a flat list of int. Raises ValueError if one is outside the vocabulary."""
-    ids = np.asarray(ids, np.int64).reshape(-1)
-    if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
-        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
-        raise ValueError(f"token id {wrong} is outside the vocabulary of {vocab_size}")
-    return ids.tolist()

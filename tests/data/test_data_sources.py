@@ -161,6 +161,19 @@ def test_nanogpt_folders(tmp_path):
     assert split_sizes(config) == (50, 50)
 
 
+def test_a_run_keeps_its_held_out_tokens_or_is_refused(tmp_path):
+    tokens = np.arange(200, dtype=np.uint16)
+    tokens.tofile(tmp_path / "train.bin")
+    config = make_config(f"tokens:{tmp_path}", tmp_path, on_change="keep_split")
+    origin = open_data(config).origin
+    np.append(tokens, tokens[:40]).tofile(tmp_path / "train.bin")
+    data = open_data(config, run_origin=origin)
+    assert token_ids(data, "eval") == [*range(150, 200)]
+    assert token_ids(data, "train") == [*range(150), *range(40)]
+    tokens[::-1].tofile(tmp_path / "train.bin")
+    refuse_data(config, config.source, run_origin=origin)
+
+
 def test_token_shards_that_do_not_fit_are_refused(tmp_path):
     folder = tmp_path / "t"
     config = make_config(f"tokens:{folder}", tmp_path)
@@ -247,8 +260,6 @@ def test_bad_shards_of_llm_c_are_refused(llm_c, tmp_path):
         llm_c_shard(first, range(50), **header)
         refuse_data(config, str(first))
     first.write_bytes(whole)
-    (llm_c / "fineweb_train_000002.bin").unlink()
-    refuse_data(config, "fineweb_train_000002.bin")
     last.rename(llm_c / "fineweb_000002.bin")
     refuse_data(config, "fineweb_000002.bin")
     for pattern in ("*_train_9*.bin", "*_val_*.bin"):
