@@ -7,15 +7,15 @@
 #   ./launch/local.sh --workdir runs/gpt2                 # resumes a run, with its own config
 #   ./launch/local.sh --mode=sample --prompt "def "       # what runs/mod has learnt
 #
-# Makes .venv the first time and reuses it (environment.sh says how to steer that), then runs
-# `python -m efx.main`. All arguments go there; --config and --workdir have defaults. Run again, it
-# resumes. Works from any folder: the defaults are in the repository, paths you give are yours.
+# Creates .venv the first time (options: environment.sh), then runs `python -m efx.main` with all
+# arguments; --config and --workdir have defaults. Run again, it resumes. It works from any folder:
+# the defaults are in the repository, other paths relative to the current folder.
 set -euo pipefail
 
 root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 python="$(bash "$root/launch/environment.sh")"
 
-# Short paths where they mean the same: the log and the run folder show them.
+# Short paths where they are equal: the log and the run folder show them.
 if [ "$PWD" -ef "$root" ]; then prefix=''; else prefix="$root/"; fi
 
 config='' workdir='' mode=train previous=''
@@ -34,8 +34,7 @@ for argument in "$@"; do
 done
 
 defaults=()
-# What is imported or converted is another model than that of the config's name: its folder has to be
-# said.
+# An imported or converted model is not that of the config's name, so it has no default folder.
 case "$mode" in import | convert) new=yes ;; *) new='' ;; esac
 if [ -z "$workdir$new" ]; then
   # configs/gpt2.py:smoke and gpt2:smoke run in runs/gpt2-smoke
@@ -52,7 +51,6 @@ fi
 
 # -P: modules come from the repository and the environment, never from the current folder.
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-# Named in the closing hints of a run.
-if [ -n "$prefix" ]; then EFX_COMMAND="$(printf %q "${prefix}launch/local.sh")"; else EFX_COMMAND=./launch/local.sh; fi
+EFX_COMMAND="$(printf %q "${prefix:-./}launch/local.sh")" # in the closing hints of a run
 export EFX_COMMAND
 exec "$python" -P -m efx.main ${defaults[@]+"${defaults[@]}"} "$@"

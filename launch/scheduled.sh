@@ -1,25 +1,25 @@
 #!/usr/bin/env bash
-# local.sh under a scheduler that ends it by SIGTERM and may start it again: Slurm, Kubernetes.
+# Runs local.sh under a scheduler that ends it by SIGTERM and may start it again: Slurm, Kubernetes.
 #
 #   launch/scheduled.sh [arguments of local.sh]
 #
-# On SIGTERM efx saves and ends with 0, which a scheduler takes for "done". This ends with 143 then,
-# else as efx does:
+# On SIGTERM efx saves and ends with 0, which a scheduler takes for "done", so this ends with 143
+# instead. Exit statuses:
 #
 #   0              done
-#   1, 2, 3        it had to stop, bad input, a loss that is not finite at the end: starting again
-#                  ends in the same way
-#   75             another process of the run was lost, or storage or a remote text could not be reached
-#   134, 137, 139  aborted (JAX's runtime does it when a process is lost), killed (by a lack of
-#                  memory, for example), crashed
-#   143            told to stop
+#   1, 2, 3        it had to stop, bad input, or a loss that is not finite: final, since another
+#                  start would end in the same way
+#   75             another process of the run, storage or a remote text was lost
+#   134, 137, 139  aborted (JAX's runtime, when a process is lost), killed (out of memory, for
+#                  example), crashed
+#   143            stopped by a signal
 #
-# After 75 and higher ones the same command goes on from the newest checkpoint.
+# From 75 on the same command resumes from the newest checkpoint.
 #
-# EFX_STORAGE      a mounted folder where runs are: nothing starts if folders in it cannot be
-#                  renamed, since a checkpoint is written aside and then renamed
-# EFX_FINAL_FIRST  adds 200 to 1, 2 and 3, for a scheduler that tells only the highest status of all
-#                  processes: the others lose one that fails, and end with 75 or 134
+# EFX_STORAGE      a mounted folder with the runs. Nothing starts if folders in it cannot be
+#                  renamed, as saving a checkpoint requires
+# EFX_FINAL_FIRST  adds 200 to 1, 2 and 3: Slurm reports the highest status of all processes, and
+#                  those that lose a failed one end with 75 or 134
 set -euo pipefail
 
 end() {
@@ -32,31 +32,28 @@ end() {
 root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 if [ -n "${EFX_STORAGE:-}" ]; then
   probe="$EFX_STORAGE/.efx-probe-$(hostname)-$$"
-  renamed=''
-  if mkdir -p "$probe" && : >"$probe/file" && mv "$probe" "$probe-renamed"; then renamed=yes; fi 2>/dev/null
-  rm -rf -- "$probe" "$probe-renamed"
-  if [ -z "$renamed" ]; then
-    echo "efx: error: EFX_STORAGE=$EFX_STORAGE: cannot create and rename a folder there, as" \
-      "checkpoints require; give a writable folder, or a bucket with a hierarchical namespace" >&2
+  if ! { mkdir -p "$probe" && : >"$probe/file" && mv "$probe" "$probe-renamed"; } 2>/dev/null; then
+    rm -rf -- "$probe"
+    echo "efx: error: EFX_STORAGE=$EFX_STORAGE: cannot create and rename a folder there; give a" \
+      "writable folder, or a bucket with a hierarchical namespace" >&2
     end 2
   fi
+  rm -r -- "$probe-renamed"
 fi
 
-told='' efx=''
+stopped='' efx=''
 stop() {
-  told=yes
+  stopped=yes
   [ -z "$efx" ] || kill -TERM "$efx" 2>/dev/null || true
 }
 trap stop TERM
 bash "$root/launch/local.sh" "$@" &
 efx=$!
-[ -z "$told" ] || stop
-status=0
-wait "$efx" || status=$?
-# A signal ends `wait` early.
-while kill -0 "$efx" 2>/dev/null; do
+[ -z "$stopped" ] || stop
+while :; do
   status=0
   wait "$efx" || status=$?
+  kill -0 "$efx" 2>/dev/null || break # else a signal has ended `wait`
 done
-if [ -n "$told" ] && [ "$status" -eq 0 ]; then status=143; fi
+[ -z "$stopped" ] || [ "$status" -ne 0 ] || status=143
 end "$status"

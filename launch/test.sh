@@ -6,12 +6,10 @@
 #   ./launch/test.sh --extras dev,interop,notebooks        # install these and test them too
 #   ./launch/test.sh tests/house -k einsum                  # any arguments of pytest
 #
-# Two processes by default, a file to each at a time: its tests share models, compiled functions and
-# runs, which two processes would make twice; in their order, since those with few tests, which would
-# come last otherwise, take the longest. A later -n wins. One that dies is not replaced, the
-# run fails: in its place another may wait forever for tests that are done. EFX_EXTRAS=... does what
-# --extras does. The lints (ruff, import directions, shellcheck) are tests too and run where the
-# extra `dev` is installed.
+# Two processes (-n overrides it) take a file each at a time, since its tests share models and runs,
+# in the order of the files, since those with few tests take the longest. One that dies fails the
+# run: a replacement may wait forever for tests that are done. EFX_EXTRAS=... sets the extras too.
+# The lints (ruff, import directions, shellcheck) are tests where the extra `dev` is installed.
 set -euo pipefail
 
 root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"

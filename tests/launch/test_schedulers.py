@@ -94,7 +94,8 @@ def test_storage_that_cannot_rename_folders_is_refused(machine, tmp_path):
     bucket = tmp_path / "a bucket"
     scheduled = (BASH, LAUNCH / "scheduled.sh")
     assert machine.call(*scheduled, PLAN="done", EFX_STORAGE=bucket).returncode == 0
-    script(machine.tools / "mv", "#!/bin/sh\necho 'Too many open files' >&2; exit 1\n")
+    # A bucket without a hierarchical namespace renames empty folders alone.
+    script(machine.tools / "mv", '#!/bin/sh\n[ -z "$(ls "$1")" ] && exec /bin/mv "$@"\n')
     one_error(machine.call(*scheduled, PLAN="done", EFX_STORAGE=bucket), str(bucket))
     assert machine.starts() == [1] and not list(bucket.iterdir())
 
@@ -123,7 +124,6 @@ def test_slurm_starts_one_process_per_gpu_with_all_cores_of_its_task(machine):
     [
         ({}, "0.92"),
         ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, ""),  # JAX refuses both
-        ({"SLURM_NTASKS_PER_NODE": "16"}, ""),  # processes that share GPUs
     ],
 )
 def test_slurm_processes_allocate_their_gpu(machine, monkeypatch, env, fraction):

@@ -1,7 +1,6 @@
 """tpu_pod.sh: its dry run, and whole launches with a stand-in for gcloud."""
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -9,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_launch import BASH, LAUNCH, PYTHON, call, one_error, script
+from test_launch import BASH, LAUNCH, PYTHON, ROOT, call, one_error, script
 
 GCLOUD = Path(__file__).parent / "stand_ins" / "gcloud"
 TPU = ["--name", "pod", "--zone", "us-west4-a"]
@@ -67,6 +66,7 @@ class Cloud:
         self.folder.mkdir()
         self.storage.mkdir()
         shutil.copytree(LAUNCH, self.tree / "launch")
+        shutil.copy(ROOT / "pyproject.toml", self.tree)
         tools.mkdir()
         (tools / "gcloud").symlink_to(GCLOUD)
         script(tools / "python3.11", "#!/bin/sh\n")
@@ -107,10 +107,10 @@ class Cloud:
         )
 
     def preempt(self):
-        """Takes all slices away."""
-        for path in [*self.folder.glob("nodes/*/state"), self.folder / "request"]:
+        """Takes all slices away; the request is ACTIVE for a while longer."""
+        for path in self.folder.glob("nodes/*/state"):
             new = path.with_suffix(".new")  # no reader finds half a file
-            new.write_text("SUSPENDED\n" if path.name == "request" else "PREEMPTED\n")
+            new.write_text("PREEMPTED\n")
             new.replace(path)
         (self.storage / "preempted").touch()
 
@@ -136,6 +136,12 @@ class Cloud:
             time.sleep(0.05)
 
 
+def follow(launch):
+    """Waits until a launch prints efx's log."""
+    while "start 1" not in (line := launch.stdout.readline()):
+        assert line, "the launch ended"
+
+
 @pytest.fixture
 def cloud(tmp_path):
     made = Cloud(tmp_path)
@@ -148,63 +154,50 @@ def cloud(tmp_path):
 # ---- dry runs and arguments --------------------------------------------------------------------
 
 
-def dry_run(*arguments):
+def dry_run(step, *options):
     """The commands that tpu_pod.sh would run, as lists of words: a shell parses its output."""
-    step, *options = arguments
     printed = call(BASH, LAUNCH / "tpu_pod.sh", step, "--dry-run", *options)
     assert printed.returncode == 0, printed.stderr
     show = r"""{ printf '%s\0' "$FUNCNAME" "$@"; printf '\n\0'; }"""
-    pasted = call(BASH, "-c", f"gcloud() {show}; tar() {show}; mkdir() {show}\n{printed.stdout}")
+    pasted = call(BASH, "-c", f"gcloud() {show}; tar() {show}\n{printed.stdout}")
     assert pasted.returncode == 0 and not pasted.stderr, pasted.stderr
     return [command.split("\0")[:-1] for command in pasted.stdout.split("\n\0")[:-1]]
 
 
 def test_the_dry_run_prints_the_commands():
     pod = (*TPU, "--type=v5litepod-16", "--project", "lab", "--spot", "--delete-after")
-    commands = dry_run("all", *pod, "--setup", "mount it", "--", "--prompt", "it's")
+    arguments = ("--workdir=gs://b/a", "--x=text:s3://c/t", "--prompt", "it's")
+    commands = dry_run("all", *pod, "--setup", "mount it", "--extras=wandb", "--", *arguments)
     gcloud = [command for command in commands if command[0] == "gcloud"]
     assert all({"--zone=us-west4-a", "--project=lab"} <= set(command) for command in gcloud)
-    (create,) = [command for command in gcloud if command[4] == "create"]
-    assert {"pod", "--node-id=pod", "--accelerator-type=v5litepod-16", "--spot"} <= set(create)
-    assert "--runtime-version=v2-alpha-tpuv5-lite" in create
-    ssh = [command[7] for command in gcloud if command[4] == "ssh"]
-    worker = "bash efx/launch/tpu_worker.sh"
-    assert ssh[2:5] == [
-        f"--command=EFX_EXTRAS=tpu {worker} install 'mount it'",
-        f"--command=EFX_EXTRAS=tpu {worker} start --prompt 'it'\\''s'",
-        f"--command={worker} follow +1 pod",
-    ]
-    assert gcloud[-1][4] == "delete"
+    assert [each[4] for each in gcloud] == ["create", "scp", *["ssh"] * 4, "delete"]
+    create = {"pod", "--node-id=pod", "--accelerator-type=v5litepod-16", "--spot"}
+    assert create | {"--runtime-version=v2-alpha-tpuv5-lite"} <= set(gcloud[0])
+    install, start, follow, stop = [each[7] for each in gcloud if each[4] == "ssh"]
+    worker = "EFX_EXTRAS=tpu,wandb,gcs,s3 bash efx/launch/tpu_worker.sh"
+    assert install.endswith(rf"{worker} install mount\ it")
+    assert start.endswith(rf"{worker} start --workdir=gs://b/a --x=text:s3://c/t --prompt it\'s")
+    assert follow.endswith(f"{worker} follow +1 pod") and stop.endswith(f"{worker} stop")
     slices = (*TPU, "--type=v6e-8", "--slices=3")
     create = dry_run("create", *slices)[-1]
     assert {"--node-count=3", "--node-prefix=pod", "--runtime-version=v2-alpha-tpuv6e"} <= {*create}
-    one = dry_run("logs", *slices, "--worker", "2:5")
-    assert [each[5:7] for each in one if "follow" in " ".join(each)] == [["pod-2", "--worker=5"]]
+    followed = [each[5:7] for each in dry_run("logs", *slices, "--worker=5")]
+    assert followed == [[f"pod-{index}", "--worker=5"] for index in range(3)]
 
 
-def test_workers_install_the_extras_of_the_arguments():
-    options = (*TPU, "--type=v6e-8", "--extras", "wandb,tpu,gcs")
-    commands = dry_run("all", *options, "--", "--workdir=gs://b/a", "--x=text:s3://c/t")
-    found = re.findall(r"EFX_EXTRAS=(\S+) bash \S+ (install|start)", str(commands))
-    assert found == [("tpu,wandb,gcs,s3", "install"), ("tpu,wandb,gcs,s3", "start")]
-
-
-def test_bad_arguments_are_refused():
+def test_bad_arguments_are_refused(tmp_path):
+    pod = (*TPU, "--type=v6e-8")
     for arguments, named in (
         (["fly"], "'fly'"),
         (["create", *TPU], "--type"),
         (["run", "--name", "pod"], "--zone"),
-        (["run", "--name", "my_pod", "--zone", "z"], "--name=my_pod"),
-        (["run", *TPU, "--config=x"], "--config=x"),
+        (["run", *TPU, "--config=x"], "--config"),
         (["run", "--name", "--zone", "z"], "--name='--zone'"),
-        (["all", *TPU, "--type=v6e-8", "--slices=two"], "--slices=two"),
-        (["delete", *TPU, "--discard=no"], "--discard=no"),
-        (["copy", *TPU, "--extras=hf,wandbb"], "'wandbb'"),
+        (["all", *pod, "--slices=two"], "--slices=two"),
+        (["run", *TPU, "--extras=hf,wandbb"], "'wandbb'"),
+        (["all", *pod, "--delete-after", "--", "--workdir", "runs/a"], "--workdir"),
     ):
         one_error(call(BASH, LAUNCH / "tpu_pod.sh", *arguments), named)
-
-
-def test_a_missing_gcloud_is_refused(tmp_path):
     for name in ("bash", "dirname"):
         (tmp_path / name).symlink_to(shutil.which(name))
     one_error(call(BASH, LAUNCH / "tpu_pod.sh", "run", *TPU, PATH=tmp_path), "gcloud")
@@ -212,22 +205,25 @@ def test_a_missing_gcloud_is_refused(tmp_path):
 
 # ---- the cloud ---------------------------------------------------------------------------------
 
+ALL = ("all", "--type=v5litepod-16")
+WORKDIR = ("--", "--workdir=gs://bucket/mod")
 
-def test_create_waits_for_the_tpu_or_reports_why_it_failed(cloud):
+
+def test_create_waits_for_the_tpu_or_prints_why_it_failed(cloud):
     cloud.next("CREATING", "WAITING_FOR_RESOURCES", "ACTIVE")
+    missing = cloud.step("run")
+    assert missing.returncode == 2 and "step create" in missing.stderr
     for _ in range(2):
         created = cloud.step("create", "--type=v5litepod-16")
         assert created.returncode == 0, created.stderr
         assert len(cloud.calls("queued-resources create")) == 1
 
-    # A request that failed earlier is repeated; one that fails now is an error with its reason.
-    (cloud.folder / "request").write_text("FAILED\n")
-    (cloud.folder / "nodes/pod/state").write_text("PREEMPTED\n")
+    # A request that ended earlier is repeated; one that fails now is an error with its reason.
+    (cloud.folder / "request").write_text("SUSPENDED\n")
     cloud.next("PROVISIONING", "FAILED")
     failed = cloud.step("create", "--type=v5litepod-16")
-    assert failed.returncode == 2
+    assert failed.returncode == 2 and "no quota for you" in failed.stderr
     assert len(cloud.calls("queued-resources create")) == 2
-    assert "no quota for you" in failed.stderr
 
 
 def test_a_preempted_run_is_resumed_to_its_end(cloud):
@@ -235,8 +231,8 @@ def test_a_preempted_run_is_resumed_to_its_end(cloud):
     cloud.plan("preempted", "finished")
     cloud.next("WAITING_FOR_RESOURCES", "ACTIVE")
     prompt = 'it\'s "a" $HOME `b`'
-    options = ("--type=v5litepod-16", "--slices=2", "--delete-after", "--setup", "touch mounted")
-    running = cloud.background("all", *options, "--", "--config", "c.py", "--prompt", prompt)
+    options = ("--slices=2", "--delete-after", "--setup", "touch mounted", *WORKDIR)
+    running = cloud.background(*ALL, *options, "--prompt", prompt)
     workers = ("pod-0.0", "pod-0.1", "pod-1.0", "pod-1.1")
     cloud.wait_for(*(f"{worker}.starts" for worker in workers))
     cloud.preempt()
@@ -247,29 +243,28 @@ def test_a_preempted_run_is_resumed_to_its_end(cloud):
     assert len(cloud.calls("queued-resources delete")) == 2  # after the preemption, and at the end
     assert not (cloud.folder / "nodes").exists() and "costs money" not in printed
     words = (cloud.storage / "pod-1.1.words").read_text().splitlines()
-    assert words[:4] == ["-P", "-m", "efx.main", "--workdir"]
-    assert words[5:] == ["--distributed", "--config", "c.py", "--prompt", prompt]
+    assert words[-4:] == ["--distributed", *WORKDIR[1:], "--prompt", prompt]
     assert "[pod-1:1] start 2: finished" in printed.splitlines()
 
 
 def test_a_failure_of_one_worker_is_final(cloud):
     cloud.plan("2:75", "finished")
-    failed = cloud.step("all", "--type=v5litepod-16")
-    assert failed.returncode == 2
+    failed = cloud.step(*ALL)
+    assert failed.returncode == 2 and "costs money" in failed.stderr
     assert set(cloud.starts().values()) == {1}
-    assert "costs money" in failed.stderr
+    assert cloud.step("logs").returncode == 2
 
 
 @pytest.mark.slow
 def test_a_lost_process_is_started_again(cloud):
     cloud.plan("75:134", "killed", "143", "finished")
-    done = cloud.step("all", "--type=v5litepod-16", "--", "--workdir", "gs://bucket/mod")
+    done = cloud.step(*ALL, *WORKDIR)
     assert done.returncode == 0, done.stderr
     assert set(cloud.starts().values()) == {4}
     assert len(cloud.calls("queued-resources create")) == 1
     assert (cloud.storage / "pod.1.extras").read_text() == "tpu,gcs\n"
     cloud.plan("75")
-    failed = cloud.step("all", "--type=v5litepod-16", "--tries=2")
+    failed = cloud.step(*ALL, "--tries=2")
     assert failed.returncode == 75 and "costs money" in failed.stderr
     assert set(cloud.starts().values()) == {6}
 
@@ -278,18 +273,17 @@ def test_a_lost_process_is_started_again(cloud):
 def test_a_reboot_of_one_worker_restarts_all(cloud):
     """The other one, which waits for its peer, is stopped."""
     cloud.plan("rebooted", "finished")
-    done = cloud.step("all", "--type=v5litepod-16", "--worker=1")
+    done = cloud.step(*ALL, "--worker=1")
     assert done.returncode == 0, done.stderr
     assert set(cloud.starts().values()) == {2}
     assert (cloud.storage / "pod.0.saved").exists()
-    assert len(cloud.calls("queued-resources create")) == 1
 
 
 @pytest.mark.slow
 def test_failed_calls_are_tried_again(cloud):
     cloud.plan("finished")
     cloud.trouble("tpu-vm scp", "tpu_worker.sh install", "tpu_worker.sh start", "tpu-vm list")
-    done = cloud.step("all", "--type=v5litepod-16", "--delete-after")
+    done = cloud.step(*ALL, "--delete-after", *WORKDIR)
     assert done.returncode == 0, done.stderr
     assert cloud.starts() == {"pod.0": 1, "pod.1": 1}
     assert not (cloud.folder / "nodes").exists()
@@ -297,12 +291,9 @@ def test_failed_calls_are_tried_again(cloud):
 
 def test_a_launch_that_cannot_copy_deletes_its_tpu(cloud):
     cloud.trouble(*["tpu-vm scp"] * 9)
-    options = ("--type=v5litepod-16", "--tries=2", "--delete-after")
-    failed = cloud.step("all", *options, "--", "--workdir=gs://bucket/mod")
-    assert failed.returncode == 1
-    assert len(cloud.calls("tpu-vm scp")) == 2
+    failed = cloud.step(*ALL, "--tries=2", "--delete-after", *WORKDIR)
+    assert failed.returncode == 1 and len(cloud.calls("tpu-vm scp")) == 2
     assert not (cloud.folder / "nodes").exists()
-    assert "gs://bucket/mod" in failed.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -310,112 +301,78 @@ def test_a_launch_that_cannot_copy_deletes_its_tpu(cloud):
 )
 def test_a_signal_saves_and_deletes_or_leaves_the_run(cloud, number, delete):
     cloud.plan("waits")
-    options = ["--type=v5litepod-16", *["--delete-after"] * delete]
-    running = cloud.background("all", *options, "--", "--workdir", "/mnt/runs/mod")
+    running = cloud.background(*ALL, *["--delete-after"] * delete, *WORKDIR)
     cloud.wait_for("pod.0.starts", "pod.1.starts")
+    follow(running)
     running.send_signal(number)
     printed = running.communicate(timeout=60)[0]
     assert running.returncode == 128 + number, printed
     saved = [(cloud.storage / f"pod.{worker}.saved").exists() for worker in range(2)]
     assert saved == [delete, delete] and (cloud.folder / "nodes").exists() != delete
-    assert ("/mnt/runs/mod" if delete else "costs money") in printed.splitlines()[-1]
+    assert ("costs money" in printed) != delete
 
 
 def test_a_signal_cancels_a_request_that_waits(cloud):
     """It would be granted, and paid for, after the launch has ended."""
     cloud.next("WAITING_FOR_RESOURCES")
-    waiting = cloud.background("all", "--type=v5litepod-16", "--delete-after")
+    waiting = cloud.background(*ALL, "--delete-after", *WORKDIR)
     cloud.wait_for(cloud.folder / "request")
     waiting.send_signal(signal.SIGTERM)
     assert waiting.communicate(timeout=60) and waiting.returncode == 143
     assert not (cloud.folder / "request").exists()
 
 
-@pytest.mark.slow
-def test_delete_after_keeps_or_saves_the_runs_on_the_disks_of_workers(cloud, tmp_path):
-    cloud.plan("finished")
-    run = cloud.folder / "nodes/pod/0/efx/runs/mod/run.json"
-    script(run, "{}")
-    options = ("--type=v5litepod-16", "--delete-after")
-    refused = cloud.step("all", *options)
-    assert refused.returncode == 2 and run.exists() and "costs money" in refused.stderr
-    cloud.trouble("queued-resources delete")
-    saved = cloud.step("all", *options, "--save", tmp_path / "kept")
-    assert saved.returncode == 0 and not run.exists()
-    assert (tmp_path / f"kept/pod-0{run}").exists()
-
-
-def test_stop_and_delete_keep_the_runs_on_the_disks_of_workers(cloud, tmp_path):
+def test_stop_saves_and_ends_the_run_and_delete_stops_first(cloud):
     cloud.plan("waits")
-    for step in (["create", "--type=v5litepod-16"], ["copy"], ["run"]):
+    for step in (["create", "--type=v5litepod-16"], ["run"]):
         assert cloud.step(*step).returncode == 0
-    again = cloud.step("run")
-    assert again.returncode == 1 and "already running" in again.stderr
-    cloud.wait_for("pod.1.starts")
-    refused = cloud.step("delete")
-    assert refused.returncode == 2 and "running" in refused.stderr
-
-    # A second `all` follows the run; `stop` in another terminal ends both.
-    follower = cloud.background("all", "--type=v5litepod-16", "--worker=1")
-    while "start 1" not in (line := follower.stdout.readline()):
-        assert line, "`all` ended"
-    stopped = cloud.step("stop")
-    assert stopped.returncode == 0 and stopped.stdout.count("efx: ended on worker") == 2
-    assert follower.communicate(timeout=60)[0].startswith("saved\n")
+    cloud.wait_for("pod.0.starts", "pod.1.starts")
+    one_of_two = cloud.step("run")
+    assert one_of_two.returncode == 2 and "already running" in one_of_two.stderr
+    follower = cloud.background(*ALL, "--worker=1")
+    follow(follower)
+    assert cloud.step("stop").returncode == 0
+    assert follower.communicate(timeout=60)[0].startswith("[pod:1] saved\n")
     assert follower.returncode == 0 and set(cloud.starts().values()) == {1}
-    assert (cloud.storage / "pod.0.saved").exists() and (cloud.storage / "pod.1.saved").exists()
 
-    run = cloud.folder / "nodes/pod/1/efx/runs/my mod"
-    script(run / "run.json", "{}")
-    script(run / "checkpoints/9/state", "weights")
-    refused = cloud.step("delete")
-    assert refused.returncode == 2 and f"pod:{run}" in refused.stderr
-    (cloud.folder / "nodes/pod/state").write_text("REPAIRING\n")  # the disks cannot be read
-    unseen = cloud.step("delete")
-    assert unseen.returncode == 2 and not cloud.calls("queued-resources delete")
-    (cloud.folder / "nodes/pod/state").write_text("READY\n")
-    saved = cloud.step("delete", "--save", tmp_path / "kept")
-    assert saved.returncode == 0, saved.stderr
-    assert (tmp_path / f"kept/pod-1{run}/checkpoints/9/state").read_text() == "weights"
-    assert not (cloud.folder / "nodes").exists()
-
-    assert cloud.step("create", "--type=v5litepod-8").returncode == 0
-    script(cloud.folder / "nodes/pod/0/efx/runs/mod/run.json", "{}")
-    assert cloud.step("delete").returncode == 2
-    assert cloud.step("delete", "--discard").returncode == 0
-    assert not (cloud.folder / "nodes").exists()
+    for path in cloud.storage.glob("*.starts"):
+        path.unlink()
+    assert cloud.step("run").returncode == 0
+    cloud.wait_for("pod.0.starts", "pod.1.starts")
+    assert cloud.step("delete").returncode == 0
+    saves = [(cloud.storage / f"pod.{worker}.saved").read_text() for worker in range(2)]
+    assert saves == ["saved\nsaved\n"] * 2 and not (cloud.folder / "nodes").exists()
 
 
 @pytest.mark.slow
 def test_a_process_that_ignores_stop_is_killed_and_not_restarted(cloud):
     cloud.plan("hangs")
-    other = cloud.background("all", "--type=v5litepod-16")
+    other = cloud.background(*ALL)
     cloud.wait_for("pod.0.hangs", "pod.1.hangs")
     stopped = cloud.step("stop", EFX_STOP_SECONDS=0)
     assert stopped.returncode == 0 and stopped.stderr.count("was killed") == 2
-    assert cloud.step("logs").returncode == 137
-    assert other.communicate(timeout=60) and other.returncode == 137
+    assert other.communicate(timeout=60) and other.returncode == 1
     assert set(cloud.starts().values()) == {1}
 
 
 # ---- tpu_worker.sh -----------------------------------------------------------------------------
 
 
-def test_a_worker_waits_for_the_package_lock_of_a_new_machine(tmp_path):
+def test_a_worker_installs_python_when_its_package_lock_is_free(tmp_path):
     """A worker without Python 3.11, whose apt-get fails twice."""
-    tools, calls = tmp_path / "tools", tmp_path / "calls"
+    tools, calls, python = tmp_path / "tools", tmp_path / "calls", tmp_path / "venv/bin/python"
     tools.mkdir()
-    for name in ("bash", "dirname", "sleep", "hostname", "wc", "grep"):
+    for name in ("bash", "dirname", "sleep", "hostname", "wc", "cp", "mkdir"):
         (tools / name).symlink_to(shutil.which(name))
-    script(tools / "python3", "#!/bin/sh\nexit 1\n")
-    sudo = f'echo "$*" >>"{calls}"\n[ "$(wc -l <"{calls}")" -gt 2 ]'
-    script(tools / "sudo", f"#!/bin/sh\n{sudo}\n")
-    venv = script(tmp_path / "venv/bin/python", PYTHON).parent.parent
-    setup = f"echo mounted >>{tmp_path}/setup"
-    command = (tools / "bash", LAUNCH / "tpu_worker.sh", "install", setup)
-    done = call(*command, PATH=tools, EFX_PAUSE=0, EFX_VENV=venv)
+    ready = script(tmp_path / "python", PYTHON)
+    install = f'[ "$(wc -l <"{calls}")" -lt 4 ] || cp {ready} {python}'
+    apt = f'echo "$*" >>"{calls}"\n[ "$(wc -l <"{calls}")" -gt 2 ] && {{ {install}; }}'
+    script(tools / "sudo", f"#!/bin/sh\n{apt}\n")
+    python.parent.mkdir(parents=True)
+    command = (tools / "bash", LAUNCH / "tpu_worker.sh", "install", f"echo a >>{tmp_path}/setup")
+    done = call(*command, PATH=tools, EFX_PAUSE=0, EFX_VENV=tmp_path / "venv")
     assert done.returncode == 0, done.stderr
     lines = calls.read_text().splitlines()
     assert [line.split()[4] for line in lines] == ["update", "update", "update", "install"]
     assert all("-o DPkg::Lock::Timeout=600" in line for line in lines)
-    assert (tmp_path / "setup").read_text() == "mounted\n"
+    assert (tmp_path / "setup").read_text() == "a\n"
