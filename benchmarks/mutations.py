@@ -99,7 +99,7 @@ FAULTS = [
     ("experts: unweighted while decoding", LAYERS + "moe.py",
      "            return jnp.sum(selection.weighted(y_BTKD, weight_BTK), axis=2)",
      "            return jnp.sum(y_BTKD.astype(jnp.float32), axis=2)",
-     "contract/test_families.py -k moe"),
+     "layers/test_moe.py -k prefix"),
     ("experts: the balancing loss of a micro-batch", "efx/means.py",
      "self.replace(count=whole.count).mean()", "self.mean()",
      "runs/test_means.py runs/test_accumulation.py"),
