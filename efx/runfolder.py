@@ -1,4 +1,4 @@
-"""The run directory: one folder with everything about a run, readable without JAX.
+"""The run directory: everything about a run, readable without JAX.
 
     config.json      every setting, sorted
     run.json         a record of each launch (versions, git revision, devices, command line, time,
@@ -10,14 +10,14 @@
     samples/         text samples                              (efx.metrics)
     tensorboard/     event files                               (efx.metrics)
 
-A run's record is its config, the hashes of its text, held-out split and tokenizer, and the runs
-that it started from, was converted from or learns from. Each checkpoint holds the record under its
+A run's record holds its config, the hashes of its text, held-out split and tokenizer, and its
+source runs (initialisation, conversion, teacher). Each checkpoint stores the record under its
 checksums, and a launch that resumes is compared with that alone: config.json and run.json are
-copies for people, which the next launch writes again.
+readable copies, which each launch writes again.
 
-A launch that trains checks the folder first (`open_run`) and writes when nothing can fail any more
-(`OpenedRun.commit`), so that a launch that fails leaves the folder as it was. A folder without a
-checkpoint is free for any config. `Lock` keeps a second launch out.
+`open_run` checks the directory and writes nothing; `OpenedRun.commit` writes after all checks have
+passed, so that a launch that fails leaves the directory as it was. A directory without a checkpoint
+is free for any config. `Lock` refuses a second launch.
 """
 
 import contextlib
@@ -56,9 +56,9 @@ USES = {
     ("clustering", "evaluate"): "efx.cbtm.evaluation",
     ("clustering", "sample"): "efx.cbtm.sampling",
 }
-# A folder that has one of these without config.json is somebody else's.
+# A directory that has one of these and no config.json is refused.
 _OF_A_RUN = (CHECKPOINTS, METRICS_FILE, RUN_FILE, TOKENIZER_FILE, HELD_OUT_FILE)
-# Settings without which a config.json is that of another program: a model has one, too.
+# A config.json without these is not of efx: Hugging Face models have one, too.
 _OF_A_CONFIG = ("seed", "steps", "model")
 
 _LONGEST_NAME = 120  # characters; Weights & Biases takes 128
@@ -82,7 +82,7 @@ _SHOWN = 6  # differing keys named in an error before "and N more"
 
 
 def reason(error):
-    """What an OSError means to a user, in a few words without the traceback's decoration."""
+    """Describe an OSError in a few words for a user."""
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
         path = pathlib.Path(str(error.filename))
         for part in (path, *path.parents):
@@ -101,7 +101,7 @@ def reason(error):
 
 @contextlib.contextmanager
 def writing(path):
-    """Turns an OSError raised inside into one UsageError line that names `path`."""
+    """Raise an OSError of the body as a UsageError that names `path`."""
     try:
         yield
     except OSError as error:
@@ -123,19 +123,19 @@ def writing(path):
 
 
 class Home:
-    """A run's folder, of which a run notices that it has vanished (renamed, deleted, unmounted)
-    before it would be made again by what is written, and the run would be in two places."""
+    """Detects that a run directory was renamed, deleted or unmounted. Call `check` before a write,
+    which would make the directory again and split the run in two."""
 
     def __init__(self, folder):
-        self._folder, self._had_config = folder, False
+        self._folder, self._config_seen = folder, False
 
     def check(self):
-        """FileNotFoundError unless the folder is there, with the config that it had at an earlier
-        check: a save that was under way may have made the folder again."""
+        """FileNotFoundError if the directory is missing, or config.json, if it was there at an
+        earlier check: a save in the background may have made the directory again."""
         os.stat(self._folder)
         config = self._folder / CONFIG_FILE
-        self._had_config = self._had_config or config.exists()
-        if self._had_config:
+        self._config_seen = self._config_seen or config.exists()
+        if self._config_seen:
             os.stat(config)
 
 
@@ -245,7 +245,7 @@ def open_run(workdir, config, *, command_line, may_differ=(), completed=None):
       command_line: list of str, recorded in run.json.
       may_differ: regexes (full match on the dotted key, such as `log\\..*`) of keys that a later
         launch may change. A change is recorded in run.json.
-      completed: a recorded config -> it with the settings that came after it; None: there are none.
+      completed: function that adds settings that are younger than a recorded config, or None.
 
     Returns: OpenedRun, whose `commit` writes. Nothing is written here.
     Raises: UsageError naming the keys that differ with both values, or the file at fault.
@@ -258,17 +258,18 @@ def open_run(workdir, config, *, command_line, may_differ=(), completed=None):
     if not is_new:
 
         def check():
-            stored = recorded_config(workdir)
-            stored = completed(stored) if completed else stored
-            changed.update(_check_same(workdir, stored, config, may_differ))
-            run_record(workdir)  # or its damage would be noticed after files are written
+            changed.update(check_config(workdir, config, may_differ, completed))
+            run_record(workdir)  # its damage is reported before anything is written
 
         on_primary(workdir, check)
     return OpenedRun(folder, bool(is_new), changed, config, tuple(command_line))
 
 
 def on_primary(workdir, action):
-    """`action()`, an int or None, of process 0, on every process; if it fails, all of them fail."""
+    """Run `action` on process 0 and return its result on every process.
+
+    action: returns an int that is not negative, or None. If it raises, all processes raise.
+    """
     import jax
 
     if jax.process_count() == 1:
@@ -276,17 +277,17 @@ def on_primary(workdir, action):
     import numpy as np
     from jax.experimental import multihost_utils
 
-    refusal, result = None, 0
+    error, result = None, 0
     if jax.process_index() == 0:
         try:
             result = action() or 0
-        except UsageError as error:
-            refusal, result = error, -1
+        except Exception as raised:
+            error, result = raised, -1
     result = int(multihost_utils.broadcast_one_to_all(np.int32(result)))
-    if refusal:
-        raise refusal
+    if error:
+        raise error
     if result < 0:
-        raise UsageError(f"--workdir={workdir} was refused by process 0; see its message")
+        raise UsageError(f"--workdir={workdir}: process 0 reported an error; see its message")
     return result
 
 
@@ -295,8 +296,9 @@ def _is_new(workdir):
     if checkpoint_record(folder):
         return False
     if (folder / CONFIG_FILE).exists():
+        config = _read_dict(folder / CONFIG_FILE)
         for name in _OF_A_CONFIG:
-            if name not in recorded_config(workdir):
+            if name not in config:
                 raise UsageError(
                     f"--workdir={workdir}: its {CONFIG_FILE} is not a config of efx (no "
                     f"{name!r}); use another --workdir"
@@ -396,17 +398,17 @@ def _warn(line):
     print(f"efx: warning: {line}", file=sys.stderr, flush=True)
 
 
-def blind_process(sees, seconds):
-    """The number of a process that does not see something within so many seconds, or None; all
-    processes have to ask. sees: whether this one does."""
+def first_process_missing(is_visible, timeout):
+    """The index of the first process on which `is_visible()` stays false for `timeout` seconds, or
+    None. All processes have to call it."""
     import numpy as np
     from jax.experimental import multihost_utils
 
-    end = time.monotonic() + seconds
-    while not (is_seen := sees()) and time.monotonic() < end:
+    deadline = time.monotonic() + timeout
+    while not is_visible() and time.monotonic() < deadline:
         time.sleep(0.2)
-    seen = multihost_utils.process_allgather(np.int32(is_seen))
-    return None if np.all(seen) else int(np.argmin(seen))
+    visible = multihost_utils.process_allgather(np.int32(is_visible()))
+    return None if np.all(visible) else int(np.argmin(visible))
 
 
 def check_shared(workdir, setting="--workdir"):
@@ -434,25 +436,27 @@ def check_shared(workdir, setting="--workdir"):
 
     made_by = []  # what process 0 made, to be taken away again
     mark = folder / f"{_MARK}{on_primary(workdir, make)}"
-    blind = blind_process(mark.exists, _SHARED_SECONDS)
+    missing = first_process_missing(mark.exists, _SHARED_SECONDS)
     for path in made_by[:1]:
         path.unlink(missing_ok=True)
     for path in made_by[1:]:
         with contextlib.suppress(OSError):  # another launch has made something there
             path.rmdir()
-    if blind is not None:
+    if missing is not None:
         raise UsageError(
-            f"{setting}={workdir} is not shared by all processes: process {blind} does not see "
+            f"{setting}={workdir} is not shared by all processes: process {missing} does not see "
             "the files of process 0; use a shared folder, on a network file system or at "
             "gs://BUCKET/FOLDER"
         )
 
 
-def check_config(workdir, config, may_differ, completed):
+def check_config(workdir, config, may_differ, completed=None):
     """{key: [before, now]} of the permitted changes; UsageError unless `config` (a plain dict) may
-    continue the run in `workdir`. The other arguments: see `open_run`."""
+    resume the run in `workdir`. The other arguments: see `open_run`."""
     config = json.loads(json.dumps(config, default=_plain))
-    return _check_same(workdir, completed(recorded_config(workdir)), config, may_differ)
+    recorded = recorded_config(workdir)
+    recorded = completed(recorded) if completed else recorded
+    return _check_same(workdir, recorded, config, may_differ)
 
 
 def checkpoint_record(workdir):
@@ -620,7 +624,8 @@ def run_name(workdir, command_line):
     for argument in command_line:
         key, _, value = argument.lstrip("-").partition("=")
         if key == "config":
-            config = pathlib.PurePath(value).name.replace(".py", "", 1)
+            file, colon, variants = pathlib.PurePath(value).name.partition(":")
+            config = file.removesuffix(".py") + colon + variants
         elif key.startswith("config.") and not key.startswith("config.log."):
             changed.append(f"{key.removeprefix('config.')}={value}")
     name, said = pathlib.PurePath(workdir).name, ", ".join([config] * bool(config) + changed)

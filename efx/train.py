@@ -1,8 +1,8 @@
 """The training loop: restore or initialise; for each batch: step and log; when due save, evaluate
 and sample; on a signal save and stop.
 
-What is due at a step is saved first and done then. A launch that resumes a step whose evaluation or
-samples are missing does these before it trains.
+A step is saved before it is evaluated and sampled. A launch that resumes a step whose evaluation or
+samples are missing makes these before it trains.
 """
 
 import contextlib
@@ -57,53 +57,52 @@ MAY_DIFFER = (
     r"model\.vocab_multiple",
     r"model\.attention\.(chunk|kernel)",
 )
-# Counts in a row of metrics are those after its step; other numbers of steps are averaged over the
-# steps since the last row.
+# Logged at their latest value; other metrics are averaged over the steps since the last row.
 COUNTS = ("train/nonfinite_total", "train/nonfinite_run")
 
 
 class RunStopped(RuntimeError):
-    """The run cannot go on; the message is one line for the user. status: the command's."""
+    """Training cannot continue; the message is one line for the user. status: exit status."""
 
     status = 1
 
 
 class NotFinite(RunStopped):
-    """The run reached its last step, but its loss or its last gradients are not finite."""
+    """The run is at its last step, but its gradients or the held-out loss are not finite."""
 
     status = 3
 
 
-def train_and_evaluate(config, workdir, *, command_line=(), started=None):
+def train_and_evaluate(config, workdir, *, command_line=(), started=None, train=True):
     """Train until the configured step, from the newest checkpoint of `workdir` if it has one.
 
     Args:
-      config: ConfigDict or `Config`, a whole config.
-      workdir: run folder, made if absent.
+      config: ConfigDict or `Config`, a complete config.
+      workdir: run directory, created if absent.
       command_line: recorded in run.json.
       started: `time.monotonic()` of the command's start, for the report of start-up time.
+      train: False: save and evaluate step 0 only.
     Returns: the last row of metrics, {name: number}.
-    Raises: UsageError for bad input; RunStopped if training cannot go on, NotFinite if it reached
-      its last step and the last gradients or the held-out loss are not finite.
+    Raises: UsageError for bad input; RunStopped if training cannot continue, NotFinite if it
+      reached its last step and the last gradients or the held-out loss are not finite.
     """
     runfolder.check_shared(workdir)
     with runfolder.Lock(workdir) as lock:
-        return Trainer(config, workdir, command_line, started or time.monotonic(), lock).run()
+        trainer = Trainer(config, workdir, command_line, started or time.monotonic(), lock)
+        return trainer.run(train)
 
 
 def compose(config, workdir, *, command_line=(), started=None):
-    """Make the run folder of a model that is composed of other runs, at step 0: it can be
-    evaluated, sampled from, and trained further. Arguments, result and errors: see
-    `train_and_evaluate`."""
-    runfolder.check_shared(workdir)
-    with runfolder.Lock(workdir) as lock:
-        trainer = Trainer(config, workdir, command_line, started or time.monotonic(), lock)
-        return trainer.run(untrained=True)
+    """Create the run directory of a model composed of other runs, at step 0, ready for evaluation,
+    sampling or training. Arguments, result and errors: see `train_and_evaluate`."""
+    return train_and_evaluate(
+        config, workdir, command_line=command_line, started=started, train=False
+    )
 
 
 def is_finished(config, workdir):
-    """Whether a launch with this config has nothing to do: the run is at its last step, evaluated
-    and sampled, and its loss is finite."""
+    """Whether a launch with this config has no work: the run is at its last step, evaluated and
+    sampled, with a finite loss."""
     step, meta = runfolder.newest_meta(workdir)
     if step is None or meta.get("last_step") != step:
         return False
@@ -116,15 +115,15 @@ def is_finished(config, workdir):
 
 
 def due_at(config, step, last_step):
-    """Which of "checkpoint", "evaluate" and "sample" are due after a step, in this order."""
+    """Those of "checkpoint", "evaluate" and "sample" that are due after a step, in this order."""
     every = {name: getattr(config, name).every for name in ("checkpoint", "evaluate", "sample")}
     if step == last_step:
-        return [name for name in every if every[name] or name != "sample"]
+        return ["checkpoint", "evaluate"] + ["sample"] * bool(every["sample"])
     return [name for name in every if step and every[name] and step % every[name] == 0]
 
 
 def missing_work(config, workdir, step, last_step):
-    """What is due at a step and not on disk: "evaluate", "sample", both or neither."""
+    """Those of "evaluate" and "sample" that are due at a step and have no output on disk."""
     folder, due = storage.folder(workdir), due_at(config, step, last_step)
     is_missing = {
         "evaluate": "eval/loss" not in row_of(workdir, step),
@@ -141,7 +140,7 @@ def row_of(workdir, step):
 
 
 class Stopwatch:
-    """Seconds of training: it runs from `start`, and can be stopped for a while."""
+    """Seconds of training from `start` on, without those inside `stopped`."""
 
     def __init__(self, seconds=0.0):
         self._seconds, self._since = seconds, None
@@ -162,7 +161,7 @@ class Stopwatch:
 
 
 class Trainer:
-    """One launch of a run. Making it checks everything and writes nothing."""
+    """One launch of a run. The constructor checks config and directory and writes nothing."""
 
     def __init__(self, config, workdir, command_line, started, lock):
         self.started, self.lock = started, lock
@@ -179,9 +178,11 @@ class Trainer:
         self._check_text()
         self.placement = sharding.Placement(e.mesh, e.rules, e.config.data.batch_size)
         c = e.config.sample
-        self.sampler = c.every and TextSampler(
-            e.model, e.tokenizer, c, batch_size=c.num_samples, rules=e.rules
-        )
+        self.sampler = None
+        if c.every:
+            self.sampler = TextSampler(
+                e.model, e.tokenizer, c, batch_size=c.num_samples, rules=e.rules
+            )
         self.teacher, self.teacher_origin = self._read_teacher()
         # FLOP/s of all devices together; 0 where it is not known.
         self.peak = jax.device_count() * (device_peak(e.config.train.dtype) or 0.0)
@@ -205,7 +206,7 @@ class Trainer:
         )
 
     def _check_text(self):
-        """UsageError if the text or its subset is not that of the run, wherever its files are."""
+        """UsageError if the text or its subset is not the run's. Paths may differ, contents not."""
         if self.opened.is_new:
             return
         record, data, c = runfolder.run_record(self.workdir), self.experiment.data, self.config.data
@@ -218,27 +219,31 @@ class Trainer:
                 )
         if record.get("subset") != data.subset:
             raise UsageError(
-                f"--workdir={self.workdir} was trained on other documents than those of "
-                f"config.data.subset={c.subset!r}; use another --workdir"
+                f"config.data.subset={c.subset!r}: selects other documents than the run in "
+                f"--workdir={self.workdir}; use the run's subset, or another --workdir"
             )
 
     def _read_teacher(self):
-        """(variables, origin) of the teacher: of a run that resumes, those that it began with."""
+        """(variables, origin) of the teacher; a resumed run uses the teacher's step of its first
+        launch. (None, None) without a teacher."""
         e, run = self.experiment, self.config.train.teacher
         if e.teacher is None:
             return None, None
-        began = None if self.opened.is_new else runfolder.run_record(self.workdir).get("teacher")
-        step, teacher = build.read_teacher(e, began and began["step"])
-        found = fingerprint(teacher["params"], e.teacher.model.vocab_size)
-        if began and found != began["parameters"]:
+        recorded = None
+        if not self.opened.is_new:
+            recorded = runfolder.run_record(self.workdir).get("teacher")
+        step, teacher = build.read_teacher(e, recorded and recorded["step"])
+        parameters = fingerprint(teacher["params"], e.teacher.model.vocab_size)
+        if recorded and parameters != recorded["parameters"]:
             raise UsageError(
                 f"config.train.teacher={run}: its parameters at step {step} are not those of "
                 f"the teacher of --workdir={self.workdir}; use the folder of the first teacher"
             )
-        return teacher, {"run": run, "step": step, "parameters": found}
+        return teacher, {"run": run, "step": step, "parameters": parameters}
 
-    def run(self, untrained=False):
-        """Train to the last step; `untrained`: write the checkpoint of step 0 and stop."""
+    def run(self, train=True):
+        """Train to the last step; returns the last row of metrics. train: see
+        `train_and_evaluate`."""
         e, c = self.experiment, self.config.data
         advice = (
             f"lower config.data.batch_size={c.batch_size} or config.data.seq_len={c.seq_len}, or"
@@ -248,7 +253,7 @@ class Trainer:
             self.scores |= build.read_scores(self.workdir, self.config.checkpoint)
         with (
             memory.exhaustion_as_usage_error("training", advice),
-            StopSignals() as self.signals,  # until the last save is on disk
+            StopSignals() as self.signals,  # active until the last save is on disk
             sharding.use(e.mesh, e.rules),
             build.checkpointer(
                 self.workdir, self.config.checkpoint, self.scores
@@ -260,22 +265,22 @@ class Trainer:
             if self.config.checkpoint.keep_best:
                 shapes, metric = self.training.shapes, self.config.checkpoint.best_metric
                 self.evaluator.check_metric(metric, shapes.params, shapes.variables)
-            if not untrained:
+            if train:
                 self._print_estimate()
             self.iterator = e.data.train_iterator(rows=self.placement.rows)
             origin = self._restore_or_initialise()
             if self.step > e.steps:
-                # Nothing is trained with this config, so it is not that of the run.
-                return self._finish_again(f"; config.steps={e.steps} does not change it")
+                # This config trains nothing, so it is not recorded.
+                return self._finish_again(f", past the last step {e.steps} of this config")
             self._open_files(origin, files)
             self._print_banner()
-            if untrained:
+            if not train:
                 self._save_untrained()
                 return self._finish()
             if not self.opened.is_new:
                 self._evaluate_and_sample(self._missing_work())
-            if self.step >= e.steps:
-                return self._finish_again(f" of {e.steps}")
+            if self.step == e.steps:
+                return self._finish() if self.last_row else self._finish_again(", its last step")
             try:
                 self._train()
             except Interrupted:
@@ -286,8 +291,8 @@ class Trainer:
     # ---- start -----------------------------------------------------------------------------------
 
     def _restore_or_initialise(self):
-        """Set state, step and position in the data. Returns the origin of initial parameters that
-        come from another run, else None. Reads only."""
+        """Set state, step and data position from the newest checkpoint, or initialise them. Writes
+        nothing. Returns the origin of parameters initialised from another run, else None."""
         e, origin = self.experiment, None
         if self.checkpoints.latest_step() is None:
             self.progress.println("initialising the parameters")
@@ -310,9 +315,11 @@ class Trainer:
         return origin
 
     def _open_files(self, origin, files):
-        """Write the records of this launch and open the metrics, now that all checks have passed.
+        """Take the lock, write the records of this launch and open the metrics, after all checks
+        have passed.
 
-        origin: see `_restore_or_initialise`. files: ExitStack that closes the metrics.
+        Args:
+          origin: of the initial parameters, or None. files: ExitStack that closes the metrics.
         """
         self.lock.take()
         opened = self._open_run(self.config, self.opened.command_line)
@@ -369,14 +376,13 @@ class Trainer:
 
     def _missing_work(self):
         """`missing_work` at the step that was restored, as process 0 sees it."""
+        steps = self.experiment.steps
+
+        def is_missing(name):
+            return int(name in missing_work(self.config, self.mirror.path, self.step, steps))
+
         names = "evaluate", "sample"
-
-        def find():
-            missing = missing_work(self.config, self.mirror.path, self.step, self.experiment.steps)
-            return sum(1 << i for i, name in enumerate(names) if name in missing)
-
-        found = runfolder.on_primary(self.workdir, find)
-        return [name for i, name in enumerate(names) if found >> i & 1]
+        return [n for n in names if runfolder.on_primary(self.workdir, lambda: is_missing(n))]  # noqa: B023
 
     def _save_untrained(self):
         if self.opened.is_new:
@@ -393,12 +399,14 @@ class Trainer:
         batch = self._next_batch()
         self.watch.start()
         while self.step < e.steps:
-            self._profile()
-            if stage is not e.stage(self.step):
-                stage = e.stage(self.step)
+            next_stage = e.stage(self.step)
+            if stage is not next_stage:
+                stage = next_stage
                 self._log(self.buffer.pop_all())
                 with self.watch.stopped():
                     compiled = self._compile(stage)
+            self._profile()
+            # Before the first step there is nothing to save, and signals end the process.
             self.signals.listen()
             self.state, metrics = compiled(self.state, batch, self.seed, self.teacher)
             self.step += 1
@@ -410,7 +418,7 @@ class Trainer:
             if self.step < e.steps:
                 # While the device computes this step, the host fetches the next one's tokens.
                 batch = self._next_batch()
-            self.checkpoints.check()  # a failed background save ends the run here
+            self.checkpoints.check()  # raises if a background save failed
             self._log(self.buffer.pop_ready())
             stop = self.signals.stop_requested()
             if due := due_at(self.config, self.step, e.steps):
@@ -425,11 +433,11 @@ class Trainer:
     def _next_batch(self):
         if not self.experiment.data.grows:
             return self.placement(next(self.iterator))
-        # Its text may still be tokenised.
+        # next() may wait for text that is still being tokenised.
         return self.placement(self.signals.unless_stopped(lambda: next(self.iterator)))
 
     def _interruptible(self, work):
-        """`work()`; Interrupted as soon as a signal comes."""
+        """`work()` in a thread; Interrupted as soon as a signal comes."""
         e = self.experiment
 
         def in_thread():
@@ -442,7 +450,7 @@ class Trainer:
         """The compiled step of a stage."""
 
         def compile_step():
-            # Traced before timed steps, for the logged FLOPs.
+            # Count the executed FLOPs now, not during a timed step.
             self.experiment.flops(stage.start + 1, nominal=False)
             return self.training.compile_step(stage.model, stage.start)
 
@@ -455,7 +463,7 @@ class Trainer:
         return compiled
 
     def _save(self):
-        self.mirror.upload()  # the rows of a saved step are there before its checkpoint
+        self.mirror.upload()  # first, so that no checkpoint lacks its rows
         flops = {"nominal": self.flops(self.step), "realised": self.flops(self.step, False)}
         meta = {
             "record": self.record,
@@ -492,14 +500,14 @@ class Trainer:
     # ---- logging ---------------------------------------------------------------------------------
 
     def flops(self, step, nominal=True):
-        """Training FLOPs of the first `step` steps. Steps of earlier launches count as they were
-        executed: with another number of steps they may have had other stages."""
+        """Training FLOPs up to `step`. Steps before a resume keep their recorded FLOPs: another
+        number of steps moves the stages of a run."""
         e, total = self.experiment, self.experiment.flops(step, nominal)
         if self.earlier_flops is None:
             return total
         resumed_at, earlier = self.earlier_flops
         kind = "nominal" if nominal else "realised"
-        # For the same stages this adds exactly 0.
+        # Exactly 0 for the same stages.
         return total + (earlier[kind] - e.flops(resumed_at, nominal))
 
     def _log(self, rows):
@@ -512,10 +520,10 @@ class Trainer:
                 self._write_row(step, row)
 
     def _check_finite(self, step, row):
-        limit = self.config.train.max_nonfinite
-        if row["train/nonfinite_run"] >= limit > 0:
+        limit, skipped = self.config.train.max_nonfinite, row["train/nonfinite_run"]
+        if limit and skipped >= limit:
             raise RunStopped(
-                f"{limit} steps in a row up to step {step} had a non-finite loss or gradient "
+                f"{skipped} steps in a row up to step {step} had a non-finite loss or gradient "
                 "and were skipped; lower config.optim.learning_rate, or raise "
                 "config.train.max_nonfinite. The last checkpoint is unchanged"
             )
@@ -550,7 +558,7 @@ class Trainer:
         )
 
     def _profile(self):
-        """Open or close the window of the profiler before a step."""
+        """Start or stop the profiler before a step, if its window starts or ends there."""
         c = self.config.log
         if c.profile_at and self.step == c.profile_at:
             # Processes of one host would write the same files.
@@ -575,11 +583,11 @@ class Trainer:
     def _print_estimate(self):
         """Print how long the remaining steps take."""
         e, step = self.experiment, self.checkpoints.latest_step() or 0
-        if step < e.steps:
-            flops, steps = e.flops(e.steps) - e.flops(step), e.steps - step
-            line = hints.before(flops, steps, self.peak, self.opened.command_line)
-            if line:
-                self.progress.println(line)
+        if step >= e.steps:
+            return
+        flops, steps = e.flops(e.steps) - e.flops(step), e.steps - step
+        if line := hints.before(flops, steps, self.peak, self.opened.command_line):
+            self.progress.println(line)
 
     def _print_banner(self):
         e, data, devices = self.experiment, self.experiment.data, jax.device_count()
@@ -601,7 +609,7 @@ class Trainer:
             self.progress.println(f"held out: {data.held_out_of()}")
 
     def _report_start(self, metrics):
-        """Wait for the first step, print and log the time until its end."""
+        """Wait for the first step; print and log the start-up time."""
         jax.block_until_ready(metrics)
         total = time.monotonic() - self.started
         kernels = sorted({choice["kernel"] for choice in self.attention})
@@ -615,7 +623,7 @@ class Trainer:
     # ---- end -------------------------------------------------------------------------------------
 
     def _stop(self):
-        """Save because a signal came."""
+        """Save and report after a signal."""
         self._log(self.buffer.pop_all())
         self._save()
         self.checkpoints.wait()  # an error of the save is reported in place of this line
@@ -625,16 +633,20 @@ class Trainer:
         )
         self.is_stopped = True
 
-    def _finish_again(self, reason):
-        """The result of a launch that finds its run at the last step."""
-        self.progress.println(f"finished already: {self.workdir} is at step {self.step}{reason}")
-        with contextlib.suppress(UsageError):  # the metrics may be gone
-            self.last_row.update(*read_metrics(self.workdir)[-1:])
-        return self._finish()
+    def _finish_again(self, detail):
+        """Report, and return the result of, a run that is already at its last step."""
+        self.progress.println(f"finished already: {self.workdir} is at step {self.step}{detail}")
+        with contextlib.suppress(UsageError):  # damaged metrics do not matter here
+            self.last_row.update(row_of(self.workdir, self.step))
+        if self.step == self.experiment.steps and "eval/loss" in self.last_row:
+            self._check_end(self.last_row)
+        self._print_hints()
+        return self.last_row
 
     def _finish(self):
+        """Wait for the last save, print a summary, return the last row of metrics."""
         row, e = self.last_row, self.experiment
-        self.checkpoints.wait()  # the lines below are about a run that is saved
+        self.checkpoints.wait()
         if self.step == e.steps and not self.is_stopped and "eval/loss" in row:
             self._check_end(row)
             self.progress.println(
@@ -645,12 +657,16 @@ class Trainer:
                 f"{row['eval/loss']:.4f} nats ({row['eval/bits_per_byte']:.4f} bits per byte)"
                 f"{cut(row)}"
             )
-        lines = hints.after(self.workdir, self.config, e.data, e.model.context)
-        self.progress.println("\n".join(lines))
+        self._print_hints()
         return row
 
+    def _print_hints(self):
+        e = self.experiment
+        lines = hints.after(self.workdir, self.config, e.data, e.model.context)
+        self.progress.println("\n".join(lines))
+
     def _check_end(self, row):
-        """NotFinite unless the last step and its held-out loss are finite."""
+        """Raise NotFinite unless the last step and its held-out loss are finite."""
         loss, skipped = row["eval/loss"], int(self.state.nonfinite_run)
         if loss is not None and math.isfinite(loss):
             if not skipped:

@@ -20,7 +20,7 @@ from etils import epath
 
 from efx import atomic, reading, storage
 from efx.errors import PassingError, UsageError
-from efx.runfolder import MANIFEST, blind_process, reason
+from efx.runfolder import MANIFEST, first_process_missing, reason
 from efx.sharding import path_names
 
 _OF_A_PROCESS = "efx_checksums_of_process_"  # beginning of the name of a file that is not kept
@@ -107,10 +107,10 @@ def shared_step(root, finished, step):
     if not from_primary(chosen in finished):
         raise no_such_step(root, finished, step)
     if jax.process_count() > 1:
-        blind = blind_process(lambda: is_finished(root / str(chosen)), _SEEN_SECONDS)
-        if blind is not None:
+        missing = first_process_missing(lambda: is_finished(root / str(chosen)), _SEEN_SECONDS)
+        if missing is not None:
             raise Passing(
-                f"process {blind} does not see checkpoint {chosen} in {root}, but process 0 "
+                f"process {missing} does not see checkpoint {chosen} in {root}, but process 0 "
                 "does; use a folder that all processes share"
             )
     return chosen

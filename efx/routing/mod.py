@@ -5,9 +5,9 @@
     out_t = x_t                                          for all others
 
 Raposo et al. 2024, arXiv 2404.02258, section 3. Training selects the top k of each sequence, which
-looks ahead. Evaluation and sampling use a causal decision (`decisions`) under a limit that depends
-on the position alone (`selection.admit`). Selected tokens keep their order and their original
-positions, so that causal attention among them needs no other mask.
+looks ahead. Evaluation and sampling use a causal decision (`decisions`) and a causal limit
+(`selection.admit`). Selected tokens keep their order and their original positions, so that causal
+attention among them needs no other mask.
 """
 
 from collections.abc import Callable
@@ -29,15 +29,15 @@ from efx.sharding import parameter
 
 
 class MoDBlock(nn.Module):
-    """x [B, T, D] -> x with the increment of a block, or of a part of it, for the selected tokens.
+    """Add the increment of a block, or of its attention or MLP, to the selected tokens of x.
 
     Sows the losses of its decisions (`router_bce`, `predictor_bce`) and statistics of each. A
     threshold is a variable in the collection `state`, updated in training.
 
     Attributes:
       make_block: constructor of the block, a module (x, call, context=None) -> increment.
-      capacity: fraction of the sequence that is routed.
-      shared: a block that belongs to a module outside (a recursion's), in place of `make_block`.
+      capacity: fraction of the tokens of a sequence that are computed.
+      shared: block of another module (a recursion), used in place of `make_block`.
     """
 
     make_block: Callable | None
@@ -55,7 +55,7 @@ class MoDBlock(nn.Module):
         if c.is_control:
             self.seed = self.variable("state", "seed", self._draw_seed)
         else:
-            # Starting at zero would make all scores equal: the first C tokens would be selected.
+            # From zero all scores would be equal, and top-k would select the first tokens.
             init = nn.initializers.normal(ROUTER_STD * b.router_scale)
             self.router = parameter(self, "router", init, (b.width,), ("norm",))
         if c.router_norm == "rms":
@@ -69,7 +69,7 @@ class MoDBlock(nn.Module):
         return jax.random.randint(self.make_rng("params"), (), 0, controls.SEEDS)
 
     def __call__(self, x_BTD, call):
-        """(output [B, T, D], mask [B, T] of the tokens that were computed)."""
+        """Returns (output [B, T, D], mask [B, T] of the computed tokens)."""
         target, block, call = self.config.target, self.block, call.for_rows(len(x_BTD))
         if target == "block":
             return self._route(x_BTD, x_BTD, call)
@@ -82,7 +82,11 @@ class MoDBlock(nn.Module):
         return self._route(attended_BTD, x_BTD if is_parallel else attended_BTD, call)
 
     def _route(self, start_BTD, x_BTD, call):
-        """(start + gate * part(x) for the selected tokens, their mask); part: the routed part."""
+        """Add gate * part(x) of the selected tokens to `start`, the residual stream.
+
+        part: the block, its attention or its MLP, see `config.target`. Returns: (output [B, T, D],
+        mask [B, T] of the computed tokens).
+        """
         c, length, input_BTD = self.config, x_BTD.shape[1], x_BTD
         if c.is_control:
             score_BT = gate_BT = jnp.ones(x_BTD.shape[:2], jnp.float32)
@@ -116,19 +120,20 @@ class MoDBlock(nn.Module):
         return out_BTD, selected_BT
 
     def _part_of(self, block):
+        """The routed part of the block: all of it, its attention or its MLP."""
         target = self.config.target
         return block if target == "block" else getattr(block, f"{target}_increment")
 
     # ---- selection ----
 
     def _select(self, decision, x_BTD, score_BT, valid_BT, call):
-        """Mask of the tokens of whole sequences that are computed.
+        """Mask of the tokens to compute, for whole sequences (training and evaluation).
 
         `eligible_BT`: the tokens that a decision selects, before the causal limit.
 
         Args:
           decision: name of the causal decision that applies unless `call` requests top-k.
-          valid_BT: the tokens that may be selected.
+          valid_BT: tokens that may be selected.
         """
         c, real_BT = self.config, call.real(len(x_BTD))
         if call.selection == "off":
@@ -145,6 +150,7 @@ class MoDBlock(nn.Module):
             if means.wanted(self):
                 loss, prefix = DECISIONS[name].loss, "router" if name == c.causal else name
                 if name == "aux_loss" and not c.bce_reaches_input:
+                    # This loss must not train the layers below the router.
                     logit_BT = dot_float32(self.router, jax.lax.stop_gradient(x_BTD))
                 decisions.sow_decision(
                     self, prefix, eligible_BT, admitted[name], real_BT,
@@ -187,9 +193,10 @@ class MoDBlock(nn.Module):
 
     @nn.compact
     def _select_new(self, decision, x_BTD, score_BT, valid_BT, call):
-        """(mask of the new tokens that are computed, their count in the sequence so far).
+        """Select new tokens and apply the causal limit; arguments as of `_select`.
 
-        Arguments as of `_select`.
+        Returns: (mask [B, T] of the admitted tokens, number of admitted tokens of the sequence up
+        to each).
         """
         c = self.config
         if call.selection == "off":
@@ -206,10 +213,10 @@ class MoDBlock(nn.Module):
         return mask_BT, before_B[:, None] + selection.running_count(mask_BT)
 
     def _compute_new(self, start_BTD, x_BTD, gate_BT, selected_BT, call):
-        """start + gate * part(x) for the selected new tokens.
+        """Add gate * part(x) of the selected new tokens to `start`.
 
-        The KV cache of the block holds selected tokens only. They are computed in rounds
-        (`selection.in_rounds`): usually one, none without selected tokens.
+        The KV cache of the block holds the selected tokens; with `kv_for_skipped`, all tokens. A
+        while loop computes them (`selection.in_rounds`).
         """
         c, (batch, length, _) = self.config, x_BTD.shape
         inner = call.replace(selectable_BT=None, token_places=None).with_cache(
@@ -233,13 +240,14 @@ class MoDBlock(nn.Module):
             )
         slots = selection.num_slots(c.causal_rate(self.capacity), batch)
         masked = inner.replace(positions_BT=jnp.where(selected_BT, call.positions_BT, -1))
-        # On a GPU a loop waits for the host, and kernels take as long for one row as for all.
+        # On a GPU each iteration of a loop waits for the host, and one row takes as long as all: it
+        # computes all rows unless most steps select none (capacity * batch are expected).
         if sharding.platform() == "gpu" and batch > 1 and self.capacity * batch >= 0.5:
             return _add_masked(self._part_of(self.block), start_BTD, x_BTD, gate_BT, masked)
 
         def compute_rows(block, index_1C, out_B1D):
             part = self._part_of(block)
-            if slots == batch:
+            if slots == batch:  # one round computes all rows
                 return _add_masked(part, out_B1D, x_BTD, gate_BT, masked)
             out_1BD, x_1BD, gate_1B = (jnp.swapaxes(y, 0, 1) for y in (out_B1D, x_BTD, gate_BT))
             out_1BD = _add_gated(
@@ -254,25 +262,30 @@ class MoDBlock(nn.Module):
         )
 
     def _write_keys_values(self, x_BTD, selected_BT, call):
-        """Cache the keys and values of all tokens, or of the skipped ones if those of the others
-        depend on the block's output. Returns the call for the selected tokens."""
+        """Write keys and values to the KV cache before the selected tokens are computed.
+
+        Writes those of all tokens; of the skipped tokens only, if keys and values of selected
+        tokens depend on the block's output. Returns: the call for the selected tokens.
+        """
         writing = call.with_cache(access="write")
         if self.block.kv_depends_on_block_output:
             skipped_BT = jnp.where(selected_BT, -1, call.positions_BT)
             writing = writing.replace(positions_BT=skipped_BT)
         self._part_of(self.block)(x_BTD, writing)
+        # The layers of a shared block write the selected tokens one after the other.
         return call if self.shared is not None else call.with_cache(access="read")
 
 
 def _add_gated(part, out_BTD, index_BC, x_BTD, gate_BT, call, context=None):
-    """out + gate * part(x) at these positions, rounded like the increment of a dense block."""
+    """Scatter-add gate * part(x) of the tokens at `index`, rounded to the dtype of part(x)."""
     delta_BCD = part(selection.take(x_BTD, index_BC), call, context)
     gated_BCD = selection.weighted(delta_BCD, selection.take(gate_BT, index_BC))
     return selection.add(out_BTD, index_BC, gated_BCD.astype(delta_BCD.dtype))
 
 
 def _add_masked(part, out_BTD, x_BTD, gate_BT, call):
-    """out + gate * part(x), computed for all rows, added where the position is not negative."""
+    """Compute part(x) for all rows; add gate * part(x) where the position is not negative."""
     delta_BTD = part(x_BTD, call)
     gated_BTD = selection.weighted(delta_BTD, gate_BT).astype(delta_BTD.dtype)
-    return out_BTD + jnp.where((call.positions_BT >= 0)[..., None], gated_BTD, 0)
+    gated_BTD = jnp.where((call.positions_BT >= 0)[..., None], gated_BTD, 0)
+    return out_BTD + gated_BTD.astype(out_BTD.dtype)

@@ -1,9 +1,9 @@
-"""Select tokens, gather them and put results back: pure functions with static shapes.
+"""Select tokens, gather them and scatter results: pure functions with static shapes.
 
 A selection is a mask, bool [B, T]. `compact` turns it into the positions [B, C] of the selected
 tokens, in time order, by which `take`, `add` and `put` gather and scatter. Unused slots hold
-distinct out-of-range positions, so that gathers fill them, scatters drop them and every scatter
-has unique indices (with duplicates, GPUs add in any order).
+distinct out-of-range positions: gathers fill them, scatters drop them, and the indices of a scatter
+are unique (GPUs add duplicates in any order).
 """
 
 import math
@@ -16,10 +16,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from efx import sharding
 
-# Added to the causal limit, so that the first tokens of a sequence are not all refused.
+# Added to the causal limit: a burst of selected tokens early in a sequence is not dropped.
 HEADROOM = 4
-# Name of selections in `jax.checkpoint` policies: they are kept, because a recomputed top-k may
-# select other tokens, and costs a sort.
+# Name of selections in `jax.checkpoint` policies, which save them: recomputed scores may select
+# other tokens, and top-k costs a sort.
 SELECTION = "selection"
 _SCATTER = dict(mode="drop", unique_indices=True, indices_are_sorted=True)
 
@@ -34,9 +34,9 @@ def num_slots(rate, length):
 
 
 def num_causal_slots(rate, length):
-    """Slots for the tokens that `admit` admits in a sequence of `length` tokens.
+    """C under the causal limit of `admit`, for a row of `length` tokens.
 
-    A packed row of up to HEADROOM + 1 documents always fits.
+    Packed rows of more than HEADROOM + 1 documents may admit more tokens; these are dropped.
     """
     if rate >= 1:
         return length
@@ -55,8 +55,8 @@ def causal_limit(xp, rate, count):
 def select_topk(scores_BT, rate, valid_BT, segment_ids_BT=None):
     """Mask of the ceil(rate * T) largest scores of each row. Looks ahead: not causal.
 
-    Of equal scores the earlier are selected. Only valid tokens are. In a packed row each document
-    gets slots in proportion to its length.
+    Ties go to the earlier token. Only valid tokens are selected. In a packed row each document has
+    slots in proportion to its length.
     """
     if segment_ids_BT is not None:
         return _select_topk_per_document(scores_BT, rate, valid_BT, segment_ids_BT)
@@ -78,17 +78,17 @@ def largest(scores_BT, count):
 
 
 def topk_threshold(scores_BT, rate, valid_BT, tokens_B):
-    """Threshold that about k = ceil(rate * n) scores of a row of n tokens exceed.
+    """Score threshold that selects about k = ceil(rate * n) of the n tokens of a row.
 
-    The midpoint between the k-th largest score of a row and the next, averaged over rows weighted
-    by n; nan without valid tokens.
+    The mean over rows, weighted by n, of the midpoint between the k-th largest score and the next.
+    Not finite without valid tokens. With a slot for every token: below all scores.
 
     Args:
-      tokens_B: n, without padding.
+      tokens_B: n, tokens of each row without padding.
     """
     slots = num_slots(rate, scores_BT.shape[1])
     if slots == scores_BT.shape[1]:
-        return jnp.min(scores_BT) - 1.0
+        return jnp.min(jnp.where(valid_BT, scores_BT, jnp.inf)) - 1.0
     largest_BC = largest(jnp.where(valid_BT, scores_BT, -jnp.inf), slots + 1)
     k_B1 = jnp.clip(causal_limit(jnp, rate, tokens_B).astype(jnp.int32), 1, slots)[:, None]
     kth_B = jnp.take_along_axis(largest_BC, k_B1 - 1, axis=1)[:, 0]
@@ -100,6 +100,7 @@ def topk_threshold(scores_BT, rate, valid_BT, tokens_B):
 
 
 def _select_topk_per_document(scores_BT, rate, valid_BT, segment_ids_BT):
+    """`select_topk` for packed rows: top-k within each document."""
     length = scores_BT.shape[1]
     place_T = jnp.arange(length, dtype=jnp.int32)
     begins_BT = document_starts(segment_ids_BT)
@@ -111,7 +112,8 @@ def _select_topk_per_document(scores_BT, rate, valid_BT, segment_ids_BT):
     rank_BT = jax.vmap(
         lambda order: jnp.zeros_like(place_T).at[order].set(place_T, unique_indices=True)
     )(order_BT)
-    # A document on [start, stop) gets the slots of the first `stop` places less those before it.
+    # A document on [start, stop) has ceil(rate * stop) - ceil(rate * start) slots: a row has
+    # ceil(rate * T).
     slots = np.ceil(np.round(rate * np.arange(length + 1), 6)).astype(np.int32)
     slots = jnp.minimum(jnp.asarray(slots), length)
     quota_BT = slots[stop_BT] - slots[start_BT]
@@ -119,12 +121,12 @@ def _select_topk_per_document(scores_BT, rate, valid_BT, segment_ids_BT):
 
 
 def document_starts(segment_ids_BT):
-    """bool [B, T]: the first token of each document of packed rows, and the first padding."""
+    """bool [B, T]: first token of each document, and of the padding, in packed rows."""
     return jnp.diff(segment_ids_BT, axis=1, prepend=-1) != 0
 
 
 def running_count(selected_BT, segment_ids_BT=None):
-    """int32: the number of selected tokens up to and including t, of t's document."""
+    """Number of selected tokens up to and including t in the document of t, int32."""
     count_BT = jnp.cumsum(selected_BT, axis=1, dtype=jnp.int32)
     if segment_ids_BT is None:
         return count_BT
@@ -135,18 +137,19 @@ def running_count(selected_BT, segment_ids_BT=None):
 
 
 def admit(selected_BT, rate, call, admitted_B=None, slots=None):
-    """Mask of the selected tokens that fit under the causal limit, the earlier first.
+    """Admit selected tokens in order until the causal limit; returns their mask.
 
-    Of the first n tokens of a document at most ceil(rate * n) + HEADROOM are admitted (in packed
-    rows ceil(rate * n)). The limit depends on earlier tokens alone: not on the length of the row,
-    the size of a cache or the chunks of a prompt. With W_t the running count of selected tokens and
+    At most ceil(rate * n) + HEADROOM of the first n tokens of a document are admitted (ceil(rate *
+    n) in packed rows). Admission depends on earlier tokens alone: not on the length of the row, the
+    size of a cache or the chunks of a prompt. With W_t the running count of selected tokens and
     R_t the limit, the running count of refused tokens is max(0, max_{s <= t} (W_s - R_s)).
 
     Args:
       selected_BT: bool [B, T], or [B, T, E] with a limit for each of E experts.
       call: `Call` of these tokens; `count_BT`, or the position + 1, is n.
-      admitted_B: int [B] or [B, E], the number of earlier tokens that were admitted (decoding).
-      slots: the most tokens of a row, or None. Only a packed row of many documents has more.
+      admitted_B: int [B] or [B, E], tokens admitted before this call (decoding).
+      slots: maximum number of admitted tokens of a row, or None. Binds only in packed rows of many
+        documents.
     """
     admitted_BT = selected_BT
     if rate < 1:
@@ -157,7 +160,7 @@ def admit(selected_BT, rate, call, admitted_B=None, slots=None):
 
 
 def _is_below_limit(selected_BT, rate, call, admitted_B):
-    """Mask in which the selected tokens are those that the limit of `admit` admits."""
+    """Mask of the tokens below the limit of `admit`; meaningful at selected tokens only."""
     count_BT = call.positions_BT + 1 if call.count_BT is None else call.count_BT
     headroom = HEADROOM if call.segment_ids_BT is None else 0
     limit_BT = causal_limit(jnp, rate, count_BT).astype(jnp.int32) + headroom
@@ -168,7 +171,7 @@ def _is_below_limit(selected_BT, rate, call, admitted_B):
     excess_BT = jnp.where(selected_BT, jnp.maximum(excess_BT, 0), 0)
     offset_BT = jnp.int32(0)
     if call.segment_ids_BT is not None:
-        # A larger offset in each further document makes the running maximum start again there.
+        # Each document adds an offset larger than any excess: the running maximum starts again.
         begins_BT = document_starts(call.segment_ids_BT)
         offset_BT = jnp.cumsum(begins_BT, axis=1) * (selected_BT.shape[1] + 1)
         offset_BT = offset_BT.reshape(*offset_BT.shape, *(1,) * (selected_BT.ndim - 2))
@@ -226,29 +229,29 @@ def weighted(y, weight):
 
 
 def distinct(index, size):
-    """The indices [..., C], with those out of range (`size` and more) replaced by distinct ones."""
+    """Indices [..., C] of which those >= `size` are replaced by distinct ones out of range."""
     unused = size + jnp.arange(index.shape[-1], dtype=index.dtype)
     return jnp.where(index < size, index, unused)
 
 
 def in_rounds(module, selected_BT, slots, start, body, carries=False):
-    """Let `body` compute all selected tokens, `slots` of each row at a time.
+    """Compute all selected tokens in a while loop, `slots` of each row in an iteration.
 
-    A loop, because the number of selected tokens is unknown at compile time: without selected
-    tokens nothing runs, and usually one round is enough. (XLA updates the carry of a loop in place,
-    but copies the caches that a conditional returns.) For inference: no reverse mode.
+    The number of selected tokens is unknown at compile time: usually one iteration is enough, and
+    without selected tokens none runs. (XLA updates the carry of a loop in place, but copies the
+    caches that a conditional returns.) Inference only: no reverse-mode gradient.
 
     Args:
-      module: the module that computes, initialised elsewhere.
+      module: an initialised module.
       selected_BT: bool [B, T], or [B, T, E] for positions [E, B, C] of each expert.
       body: (module, index_BC, out) -> out.
-      carries: the collections that `module` changes; False for none.
+      carries: collections that `body` updates; False for none.
     """
     rank_BT = jnp.cumsum(selected_BT, axis=1)
-    most = jnp.max(rank_BT)
+    max_selected = jnp.max(rank_BT)
 
     def is_unfinished(module, carry):
-        return carry[0] < most
+        return carry[0] < max_selected
 
     def run_round(module, carry):
         done, out = carry

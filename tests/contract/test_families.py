@@ -492,6 +492,18 @@ IN_BFLOAT16 = {
 }
 
 
+@pytest.mark.parametrize("name", families.rows(HELD, set(HELD) - IN_BFLOAT16 - {"recursion"}))
+def test_decoding_computes_in_bfloat16(name):
+    """Single tokens of one row and of several, and chunks: loops keep the dtype of the residual."""
+    model = families.build(name, "bfloat16")
+    step = families.decoder(model, families.variables_of(name), LENGTH)
+    for batch, length in ((1, 1), (BATCH, 1), (BATCH, 5)):
+        cache = jax.eval_shape(lambda: models.init_cache(model, batch, LENGTH))  # noqa: B023
+        tokens_BT = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+        logits_BTV, _ = jax.eval_shape(step, cache, tokens_BT, tokens_BT)
+        assert logits_BTV.dtype == jnp.float32
+
+
 @pytest.mark.parametrize("name", families.rows(HELD, set(HELD) - IN_BFLOAT16))
 def test_training_computes_in_bfloat16_and_sows_its_losses(name):
     """Parts compute in bfloat16, logits are float32; losses are scalars under the row's names."""
