@@ -81,14 +81,14 @@ def topk_threshold(scores_BT, rate, valid_BT, tokens_B):
     """Score threshold that selects about k = ceil(rate * n) of the n tokens of a row.
 
     The mean over rows, weighted by n, of the midpoint between the k-th largest score and the next.
-    Not finite without valid tokens. With a slot for every token: below all scores.
+    nan without valid tokens. With a slot for every token: below all scores.
 
     Args:
       tokens_B: n, tokens of each row without padding.
     """
     slots = num_slots(rate, scores_BT.shape[1])
     if slots == scores_BT.shape[1]:
-        return jnp.min(jnp.where(valid_BT, scores_BT, jnp.inf)) - 1.0
+        return jnp.min(scores_BT) - 1.0
     largest_BC = largest(jnp.where(valid_BT, scores_BT, -jnp.inf), slots + 1)
     k_B1 = jnp.clip(causal_limit(jnp, rate, tokens_B).astype(jnp.int32), 1, slots)[:, None]
     kth_B = jnp.take_along_axis(largest_BC, k_B1 - 1, axis=1)[:, 0]
