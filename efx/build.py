@@ -766,7 +766,11 @@ def checkpointer(workdir, c, scores=None):
 
 def read_scores(workdir, c):
     """{step: `config.checkpoint.best_metric`} of the rows of a run's metrics."""
-    if not (storage.folder(workdir) / runfolder.METRICS_FILE).exists():
-        return {}
-    rows = read_metrics(workdir)
+    rows = read_rows(workdir)
     return {row["step"]: row[c.best_metric] for row in rows if c.best_metric in row}
+
+
+def read_rows(workdir):
+    """The rows of a run's metrics; [] of a run without any."""
+    has_metrics = (storage.folder(workdir) / runfolder.METRICS_FILE).exists()
+    return read_metrics(workdir) if has_metrics else []

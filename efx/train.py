@@ -27,7 +27,6 @@ from efx.metrics import (
     duration,
     mean_of,
     quantity,
-    read_metrics,
 )
 from efx.metrics.progress import is_primary
 from efx.metrics.writer import WANDB_ID_FILE, WRITTEN, check_wandb, samples_path
@@ -134,9 +133,7 @@ def missing_work(config, workdir, step, last_step):
 
 def row_of(workdir, step):
     """The row of a step in a run's metrics; {} without one."""
-    if not (storage.folder(workdir) / runfolder.METRICS_FILE).exists():
-        return {}
-    return next((row for row in read_metrics(workdir) if row["step"] == step), {})
+    return next((row for row in build.read_rows(workdir) if row["step"] == step), {})
 
 
 class Stopwatch:
