@@ -60,9 +60,9 @@ def fetched(named, address, root):
         free = shutil.disk_usage(folder).free / 1e9
         if gigabytes > free:
             raise UsageError(
-                f"{named}: {gigabytes:.1f} GB do not fit into the cache {folder.parent}, whose "
-                f"disk has {free:.1f} GB free; choose another config.data.cache_dir, or use the "
-                "path of the mounted bucket"
+                f"{named}: {gigabytes:.1f} GB do not fit into the cache {folder.parent} "
+                f"({free:.1f} GB free); choose another config.data.cache_dir, or use the path of "
+                "the mounted bucket"
             )
         log.info("copying %s: %.1f GB, to %s", named, gigabytes, folder.parent)
         top = os.path.commonpath([os.path.dirname(remote) for remote, _ in listed])

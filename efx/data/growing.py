@@ -35,7 +35,7 @@ from efx.signals import STOPPING
 _VERSION = 1  # raise it when the same input gives other tokens
 _SHARD_TOKENS = 1 << 22
 _TOKENS_AHEAD = 1 << 28  # of training, so that a long text does not fill the disk
-_CHECKED_SHARDS = 32  # files whose checksums are compared when a folder is opened
+_CHECKED_SHARDS = 32  # number of files to check when a folder is opened
 _POLL_SECONDS = 0.05
 
 

@@ -229,7 +229,7 @@ def weighted(y, weight):
 
 
 def distinct(index, size):
-    """Indices [..., C] of which those >= `size` are replaced by distinct ones out of range."""
+    """Replace indices >= `size` by distinct ones out of range, so that a scatter stays unique."""
     unused = size + jnp.arange(index.shape[-1], dtype=index.dtype)
     return jnp.where(index < size, index, unused)
 
