@@ -39,9 +39,9 @@ The parts:
     isoflop     dense and MoD at one budget, each at its best size
 
 A batch that does not fit into memory is halved until it does. MFU and ratios count nominal FLOPs,
-against the peak of `efx.flops.device_peak`. Exit status: 0 all is measured, 1 something failed, 2
-bad input, 3 the time was up: call again, 4 all is measured but for what was skipped, as something
-that it needs is not there.
+against the peak of `efx.layers.flops.device_peak`. Exit status: 0 all is measured, 1 something
+failed, 2 bad input, 3 the time was up: call again, 4 all is measured but what was
+skipped for something that is missing.
 """
 
 import argparse
@@ -64,9 +64,9 @@ from benchmarks.accelerator_parts import (
     failure,
     of_the_device,
 )
-from efx import tables
 from efx.errors import UsageError, nearest
-from efx.runfolder import git_revision
+from efx.logging import tables
+from efx.run_dir import git_revision
 from efx.studies import reference, results
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

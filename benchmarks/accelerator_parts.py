@@ -22,16 +22,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import children, common, decode, latent_cost
-from efx import flops, memory, tables
-from efx.config import load_config
+from efx.config.load import load_config
 from efx.configs import gpt2, learned_dropout, mod, moe
 from efx.configs.common import ACCELERATOR, apply
-from efx.layers import attend
+from efx.layers import attend, flops
 from efx.layers.kernels import KERNELS, UnsupportedKernel
-from efx.metrics import quantity, read_metrics
+from efx.logging import quantity, read_metrics, tables
 from efx.studies import isoflop, reference, results
 from efx.studies.isoflop import report
 from efx.studies.step_time import compiled_together, take_turns
+from efx.train import memory
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # All that a row may say, with the formats of its numbers.

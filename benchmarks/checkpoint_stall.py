@@ -22,10 +22,11 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.common import checked, command
-from efx import models, optim, storage
-from efx import step as step_lib
+from efx import io, models
 from efx.checkpoint import Checkpointer
 from efx.configs import common
+from efx.train import optim
+from efx.train import step as step_lib
 
 
 def build(arguments):
@@ -101,7 +102,7 @@ def main(argv=None):
     print(f"{size / 1e6:.1f} M parameters, state of {total / 1e9:.2f} GB")
     print(f"{'':<16}{'stall, s':>10}{'step, s':>10}{'slowdown':>10}{'wait, s':>10}")
     with tempfile.TemporaryDirectory() as folder:
-        top = storage.folder(arguments.workdir or folder)
+        top = io.folder(arguments.workdir or folder)
         top.mkdir(parents=True, exist_ok=True)
         for name in ("synchronous", "asynchronous"):
             root = top / f"{name}-{time.time_ns()}"  # new, where checkpoints of before may be

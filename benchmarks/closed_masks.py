@@ -17,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import common
-from efx import flops, models
+from efx import models
 from efx.configs import learned_dropout
 from efx.configs.common import apply
 from efx.errors import UsageError
+from efx.layers import flops
 from efx.layers.learned_dropout import AttentionMask
 from efx.studies.step_time import take_turns
 

@@ -7,8 +7,8 @@ import sys
 
 import numpy as np
 
-from efx import flops
 from efx.errors import UsageError
+from efx.layers import flops
 from efx.studies.step_time import Stepper, Times, random_tokens, take_turns
 
 

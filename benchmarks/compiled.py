@@ -22,9 +22,9 @@ import sys
 from typing import NamedTuple
 
 from benchmarks import common
-from efx import runfolder, tables
+from efx import io, run_dir
 from efx.errors import UsageError
-from efx.runfolder import write_atomic
+from efx.logging import tables
 from efx.studies import results
 
 # Width, depth, heads of 64 or 128 (a TPU's lanes).
@@ -167,11 +167,11 @@ def _compile(folder, row):
         print(f"{row.name}: failed: {done.stderr.strip().splitlines()[-1]}")
         return
     report = json.loads(done.stdout.splitlines()[-1]) | {"revision": _revision()}
-    write_atomic(_path(folder, row), json.dumps(report) + "\n")
+    io.write_atomic(_path(folder, row), json.dumps(report) + "\n")
 
 
 def _revision():
-    git = runfolder.git_revision()
+    git = run_dir.git_revision()
     return git["revision"] + " with changes" * git["dirty"] if git else "unknown"
 
 

@@ -19,10 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import common
 from benchmarks.accelerator_parts import LENGTH, MASKS, TOLERANCE, with_mask
-from efx import sharding
 from efx.ahead_of_time import topology
 from efx.errors import UsageError, nearest
 from efx.layers.kernels import KERNELS
+from efx.parallel import sharding
 
 TARGETS = {
     "v5e": "v5e:2x2",

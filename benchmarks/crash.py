@@ -26,9 +26,9 @@ import jax
 import numpy as np
 
 from benchmarks.common import command
-from efx.checkpoint import arrays, files
+from efx.checkpoint import arrays, manifest
 from efx.errors import UsageError
-from efx.metrics import read_metrics
+from efx.logging import read_metrics
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SETTINGS = {
@@ -138,14 +138,14 @@ class Bench:
 
 def state_of(folder):
     """{path: bytes} of the arrays in the newest checkpoint of a run."""
-    checkpoints = files.as_root(folder / "checkpoints")
-    newest = checkpoints / str(files.finished_steps(checkpoints)[-1])
-    files.verify(newest)
+    checkpoints = manifest.as_root(folder / "checkpoints")
+    newest = checkpoints / str(manifest.finished_steps(checkpoints)[-1])
+    manifest.verify(newest)
     targets = {
-        path: files.with_sharding(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+        path: manifest.with_sharding(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         for path, leaf in arrays.read_metadata(newest).items()
     }
-    state = files.flatten(arrays.read_state(newest, targets, partial=False))
+    state = manifest.flatten(arrays.read_state(newest, targets, partial=False))
     return {path: np.asarray(leaf).tobytes() for path, leaf in state.items()}
 
 
@@ -200,7 +200,7 @@ def disks(bench):
     launch = bench.disturbed(folder)
     folder.rename(away)
     problems += launch.problems([2], str(folder), SECONDS["stop"])
-    if files.finished_steps(files.as_root(folder / "checkpoints")):
+    if manifest.finished_steps(manifest.as_root(folder / "checkpoints")):
         problems.append(f"{folder}: a checkpoint in a directory that had vanished")
     return problems + bench.finish(away)
 

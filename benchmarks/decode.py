@@ -28,9 +28,9 @@ from benchmarks.common import checked, command
 from efx import models
 from efx.configs import common
 from efx.errors import UsageError
-from efx.hostmemory import keep_freed_memory
+from efx.parallel.host_memory import keep_freed_memory
 from efx.routing.calibrate import calibrate
-from efx.sample import STREAM, Sampler
+from efx.sampling import STREAM, Sampler
 
 
 def build(kind, arguments):

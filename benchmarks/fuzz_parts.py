@@ -21,8 +21,10 @@ from hypothesis import strategies as st
 
 from benchmarks import hostile_settings
 from benchmarks.crash import state_of
-from efx import build, command_line, models, run_settings, settings, train
-from efx.config import config_of_run
+from efx import models
+from efx.config import flags, schema
+from efx.config.load import config_of_run, names, to_config
+from efx.config.run import Config, default_config
 from efx.configs import common
 from efx.data import load, write_token_shards
 from efx.data.bpe import END_OF_TEXT, train_bpe
@@ -30,8 +32,9 @@ from efx.data.tokenizers import ByteTokenizer, CharTokenizer, load_tokenizer
 from efx.errors import UsageError
 from efx.interop import hf, import_run
 from efx.interop.weights import Weights
-from efx.metrics import read_metrics
-from efx.sample import TextSampler
+from efx.logging import read_metrics
+from efx.sampling import TextSampler
+from efx.train import setup, trainer
 
 TEXT = "The quick brown fox jumps over the lazy dog.\n" * 60
 TINY = {
@@ -236,9 +239,9 @@ class Settings:
 
     def check(self, case):
         name, changes = case
-        changed = settings.replaced(self.configs[name], changes)
+        changed = schema.replaced(self.configs[name], changes)
         workdir = self.folder / "run"
-        launch = train.Trainer(changed, workdir, (), 0.0, None)
+        launch = trainer.Trainer(changed, workdir, (), 0.0, None)
         if workdir.exists():
             raise Wrong(f"{workdir} was made")
         hostile_settings.trace_step(launch, self.traced)
@@ -254,7 +257,7 @@ class CommandLine:
 
     def __init__(self, folder):
         self.folder = folder
-        keys = [f"--{name}" for name in run_settings.names(run_settings.known())]
+        keys = [f"--{name}" for name in names(default_config())]
         flags = ["--config", "--workdir", "--mode", "--from", "--prompt", "--step", "--cpu_devices"]
         self.flags = [*flags, "--topology", "--json", "--distributed", "--help=", "--", "-", *keys]
 
@@ -271,9 +274,9 @@ class CommandLine:
     def check(self, case):
         before = snapshot(self.folder)
         given = ["efx", "--config=mod", f"--workdir={self.folder / 'run'}", *case]
-        values = command_line.parse(given)
+        values = flags.parse(given)
         if values is not None:
-            run_settings.check(values.config)
+            to_config(values.config)
         if snapshot(self.folder) != before:
             raise Wrong("a file was written")
 
@@ -294,7 +297,7 @@ class RunFiles:
             "data.cache_dir": str(folder / "c"),
         }
         with one_device():
-            train.train_and_evaluate(common.apply(common.base(), {**TINY, **changes}), self.run)
+            trainer.train_and_evaluate(common.apply(common.base(), {**TINY, **changes}), self.run)
         self.state, self.rows = state_of(self.run), read_metrics(self.run)
         names = [str(path.relative_to(self.run)) for path in self.run.rglob("*") if path.is_file()]
         self.names = sorted(name for name in names if name != ".lock")
@@ -317,10 +320,10 @@ class RunFiles:
             config.steps = TINY["steps"]  # an edit that is meant may ask for years of training
             with one_device():
                 if evaluates:
-                    build.finished(config, self.copy, splits=("eval",))
+                    setup.finished(config, self.copy, splits=("eval",))
                     read_metrics(self.copy)
                 else:
-                    train.train_and_evaluate(config, self.copy)
+                    trainer.train_and_evaluate(config, self.copy)
         except UsageError:
             if changed := dict(snapshot(self.copy).items() ^ before.items()):
                 names = sorted(changed)
@@ -371,7 +374,7 @@ class Text:
         path.mkdir()
         for number, piece in enumerate(pieces if is_folder else [b"".join(pieces)]):
             (path / f"{number}.txt").write_bytes(piece)
-        c = run_settings.Config().data
+        c = Config().data
         c = dataclasses.replace(
             c, source=f"text:{path}", tokenizer=tokenizer, seq_len=2, batch_size=2, split=split,
             cache_dir=str(self.folder / "cache"), eval_fraction=0.3,
@@ -458,7 +461,7 @@ class Prompts:
 
     def __init__(self, folder):
         self.setups = []
-        config = run_settings.check(common.apply(common.base(), TINY))
+        config = to_config(common.apply(common.base(), TINY))
         for name, contents in tokenizers().items():
             path = folder / f"{name}.json"
             path.write_text(json.dumps(contents))
@@ -479,7 +482,7 @@ class Prompts:
         which, prompt, stop, temperature = case
         tokenizer, model, variables = self.setups[which]
         changes = {"prompt": prompt, "stop": stop, "temperature": temperature, "max_new_tokens": 2}
-        sample = settings.replaced(self.sample, changes)
+        sample = schema.replaced(self.sample, changes)
         sampler = TextSampler(model, tokenizer, sample)
         for text in sampler.texts(variables, [prompt], seeds=[0]):
             (prompt + text).encode()
@@ -509,7 +512,7 @@ class Shards:
         shutil.rmtree(self.copy, ignore_errors=True)
         shutil.copytree(self.folder, self.copy)
         apply_file(self.copy, case)
-        c = run_settings.Config().data
+        c = Config().data
         _batches(
             dataclasses.replace(
                 c, source=f"tokens:{self.copy}", tokenizer="bytes", seq_len=8, batch_size=2,
@@ -563,7 +566,7 @@ class Records:
         else:
             self.write(contents)
         c = dataclasses.replace(
-            run_settings.Config().data, source=f"arrayrecord:{self.path}", tokenizer="bytes",
+            Config().data, source=f"arrayrecord:{self.path}", tokenizer="bytes",
             seq_len=4, batch_size=2, cache_dir=str(self.folder / "cache"),
             text_key="text" if kind == "records" else "",
         )  # fmt: skip
@@ -586,7 +589,7 @@ class Caches:
         path = folder / "text.txt"
         path.write_text(TEXT)
         self.config = dataclasses.replace(
-            run_settings.Config().data, source=f"text:{path}", tokenizer="bpe:260", seq_len=8,
+            Config().data, source=f"text:{path}", tokenizer="bpe:260", seq_len=8,
             batch_size=2, cache_dir=str(self.folder),
         )  # fmt: skip
         self.first = _batches(self.config)[1]
@@ -618,8 +621,8 @@ class Pretrained:
         self.folder, self.copy = folder / "model", folder / "copy"
         tokenizer = train_bpe([TEXT], 260)
         changes = {**TINY, "model.vocab_multiple": 1}
-        config = run_settings.check(common.apply(common.base(), changes))
-        config = settings.replaced(config, {"model.depth_routing.kind": "none"})
+        config = to_config(common.apply(common.base(), changes))
+        config = schema.replaced(config, {"model.depth_routing.kind": "none"})
         model = models.build(
             config.model, vocab_size=tokenizer.vocab_size, context=8, dtype="float32"
         )
@@ -628,9 +631,9 @@ class Pretrained:
         tokenizer.save(self.folder / "tokenizer.json")
         self.names = ("config.json", "model.safetensors", "tokenizer.json")
         self.index = json.dumps({"weight_map": {"a": "model.safetensors"}})
-        whole = (self.folder / "model.safetensors").read_bytes()
-        length = struct.unpack("<Q", whole[:8])[0]
-        self.header, self.arrays = json.loads(whole[8 : 8 + length]), whole[8 + length :]
+        blob = (self.folder / "model.safetensors").read_bytes()
+        length = struct.unpack("<Q", blob[:8])[0]
+        self.header, self.arrays = json.loads(blob[8 : 8 + length]), blob[8 + length :]
 
     def cases(self):
         header = st.tuples(changed_json(), st.sampled_from((None, 0, 2**63, 10**8, -1)))
@@ -659,10 +662,10 @@ class Pretrained:
         config = import_run.config_for(self.copy)
         weights = Weights(self.copy)
         rows = hf.read_config(self.copy)["vocab_size"]
-        hf.check_size(self.copy, run_settings.check(config).model, rows, weights)
+        hf.check_size(self.copy, to_config(config).model, rows, weights)
         tokenizer = load_tokenizer(self.copy / "tokenizer.json")
         import_run._check_vocabulary(self.copy, tokenizer.vocab_size, rows)
-        e = build.without_text(config, tokenizer.vocab_size, jax.devices()[:1])
+        e = setup.without_text(config, tokenizer.vocab_size, jax.devices()[:1])
         hf.params_from_hf(weights, e.model, jax.random.key(0), rows)
 
     def close(self):

@@ -16,9 +16,12 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from efx import build, run_settings, settings, sharding
+from efx.config import schema
+from efx.config.load import to_config
 from efx.configs import common
 from efx.data.tokenizers import ByteTokenizer
+from efx.parallel import sharding
+from efx.train import setup
 
 NOT_FINITE = (math.nan, math.inf, -math.inf)
 # Of each type: values of other types, and those that a number, name or text may not be.
@@ -110,7 +113,7 @@ def walked(case, config):
     family, _, beginnings = CASES[case]
     left = () if beginnings != "model" else OWN_CASE if family == "decoder" else COMMON
     found = {}
-    for name, hint, _ in settings.leaves(config):
+    for name, hint, _ in schema.leaves(config):
         key = name.removeprefix("config.")
         begins = any(f"{key}.".startswith(f"{beginning}.") for beginning in beginnings.split())
         if begins and not any(f"{key}.".startswith(f"model.{name}.") for name in left):
@@ -123,7 +126,7 @@ def write_folder(folder):
     run, which can be a member of a model."""
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
     (folder / "member").mkdir()
-    member = settings.as_dict(configured("decoder", {}, folder))
+    member = schema.as_dict(configured("decoder", {}, folder))
     (folder / "member/config.json").write_text(json.dumps(member))
     ByteTokenizer().save(folder / "member/tokenizer.json")
 
@@ -142,13 +145,13 @@ def configured(family, changes, folder):
         else value
         for key, value in changes.items()
     }
-    return run_settings.check(common.apply(config, {**tiny, **changes}))
+    return to_config(common.apply(config, {**tiny, **changes}))
 
 
 @contextlib.contextmanager
 def remembered():
     """Texts are read once for equal settings."""
-    texts, load = {}, build.load
+    texts, load = {}, setup.load
 
     def load_once(config_data, **options):
         key = config_data, repr(options)
@@ -156,7 +159,7 @@ def remembered():
             texts[key] = load(config_data, **options)
         return texts[key]
 
-    with mock.patch.object(build, "load", load_once):
+    with mock.patch.object(setup, "load", load_once):
         yield
 
 

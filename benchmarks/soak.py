@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks import common
 from efx.errors import UsageError
-from efx.metrics import read_metrics
+from efx.logging import read_metrics
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LOOKS, SHOWN = 40, 10

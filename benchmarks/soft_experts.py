@@ -19,10 +19,10 @@ import numpy as np
 from flax import linen as nn
 
 from benchmarks import common
-from efx import flops, models
+from efx import models
 from efx.configs.common import apply, base
 from efx.errors import UsageError
-from efx.layers import attend, costs
+from efx.layers import attend, costs, flops
 from efx.layers.call import Call
 from efx.layers.stack import Layer
 from efx.studies.step_time import take_turns

@@ -20,7 +20,7 @@ source of the standard library and the language reference. Other text in place o
 addition: `--config.data.source=mix:stdlib,text:input.txt`.
 
 Knobs: `config.cluster` (number of clusters, method, the seed model's fraction of the budget),
-`config.ensemble` (tau, top_k, how often the weights are computed), in efx/run_blocks.py.
+`config.ensemble` (tau, top_k, how often the weights are computed), in efx/config/run.py.
 `config.steps` is the budget of the seed model and all experts together. Needs the extra `compose`.
 
 Variants: `configs/cbtm.py:smoke`, a minute or two for all of it; `configs/cbtm.py:table`, the size

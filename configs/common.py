@@ -4,27 +4,27 @@
     common.apply(config, {"model.depth": 12})    # the changes of the experiment
     return common.variant(config, arg, smoke={...})
 
-All settings with their defaults and meaning: efx/run_settings.py, efx/run_blocks.py,
+All settings with their defaults and meaning: efx/config/run.py,
 efx/layers/config.py and the configs of the families in efx/models.
 """
 
 import itertools
 
-from efx import run_settings
+from efx.config.load import require
+from efx.config.run import default_config
 from efx.errors import UsageError, nearest
-from efx.run_settings import known
 
 
 def base(family="decoder"):
     """The whole config of a family, by default of a dense Llama-style decoder on Python's standard
     library, as a ConfigDict. None in it means "decided by the preset"."""
-    return known(family)
+    return default_config(family)
 
 
 def apply(config, changes):
     """Sets dotted keys: `apply(config, {"model.depth": 2})`; UsageError for an unknown one."""
     for key in changes:
-        run_settings.require(config, key)
+        require(config, key)
     config.update_from_flattened_dict(changes)
     return config
 

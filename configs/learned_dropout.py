@@ -28,8 +28,8 @@ Knobs, all in `config.model.dropout` (defaults in efx/layers/config.py):
     attention.granularity   "feature", or one mask value for a whole "token"
     attention.skip_tile     at inference MLPs compute only open tokens, so many at a time
 Penalties, in `config.losses`, means over elements and masks of m before rounding; each a number or
-a schedule (efx/losses.py): `dropout_entropy` -m log2 m, `dropout_alternate_entropy` that of 1 - m,
-`dropout_l1` m, `dropout_squared_l1` m^2 / 2.
+a schedule (efx/train/losses.py): `dropout_entropy` -m log2 m, `dropout_alternate_entropy` that of
+1 - m, `dropout_l1` m, `dropout_squared_l1` m^2 / 2.
 Statistics: `dropout/near_one` (m > 0.9), `dropout/near_zero` (m < 0.1), `dropout/kept` (fraction
 of the rounded mask that is 1) and `dropout/entropy`; at each evaluation also layer by layer, and
 `dropout/changed`, the fraction of the rounded mask that differs from the last evaluation's.

@@ -19,19 +19,19 @@ import os
 from collections.abc import Mapping
 
 from efx.errors import UsageError
-from efx.metrics import read_metrics
+from efx.logging import read_metrics
 
 __all__ = ["UsageError", "evaluate", "load_config", "read_metrics", "sample", "train"]
 
 
 def load_config(source, changes=None):
-    """The config of "mod", "mod:smoke,dense" or "configs/mod.py:smoke", see `efx.config`.
+    """The config of "mod", "mod:smoke,dense" or "configs/mod.py:smoke", see `efx.config.load`.
 
     Args:
       source: the name or path, as a text or a path object.
       changes: {dotted key: value} to set in it, such as {"model.depth": 2}.
     """
-    from efx.config import load_config
+    from efx.config.load import load_config
 
     return load_config(_text(source, "source", "a config, such as 'mod:smoke'"), changes)
 
@@ -39,10 +39,10 @@ def load_config(source, changes=None):
 def train(config, workdir):
     """Train in a run folder, or go on with the run that is there: the last row of its metrics.
 
-    Raises: UsageError; `efx.train.RunStopped`, a RuntimeError, where training cannot go on, such as
-      its `NotFinite` for a run whose loss is not finite at its last step.
+    Raises: UsageError; `efx.train.trainer.RunStopped`, a RuntimeError, if training cannot continue,
+      such as its `NotFinite` for a run whose loss is not finite at its last step.
     """
-    from efx.train import train_and_evaluate
+    from efx.train.trainer import train_and_evaluate
 
     return train_and_evaluate(config, _folder(workdir))
 
@@ -83,7 +83,7 @@ def _folder(workdir):
 
 
 def _config(workdir, changes):
-    from efx.config import config_of_run, override
+    from efx.config.load import config_of_run, override
 
     config = config_of_run(workdir)
     override(config, _changes(changes), str(workdir))
@@ -99,6 +99,6 @@ def _changes(changes):
 
 def _module(workdir, mode):
     """The module that does this with what the folder holds."""
-    from efx import runfolder
+    from efx import run_dir
 
-    return importlib.import_module(runfolder.USES[runfolder.kind_of_result(workdir) or "run", mode])
+    return importlib.import_module(run_dir.USES[run_dir.kind_of_result(workdir) or "run", mode])

@@ -22,7 +22,7 @@ import time
 _STARTED = time.monotonic()  # before the slow imports, so that start-up time counts them
 
 # ruff: noqa: E402
-from efx import signals
+from efx.parallel import signals
 
 _ENDS = signals.end_at_ctrl_c()
 
@@ -34,11 +34,12 @@ from typing import Annotated
 
 from absl import logging
 
-from efx import hosts, runfolder
-from efx.command_line import parse
+from efx import run_dir
+from efx.config.flags import parse
+from efx.config.schema import Count, Range, converted
 from efx.errors import UsageError, nearest
-from efx.hostmemory import keep_freed_memory
-from efx.settings import Count, Range, converted
+from efx.parallel import multihost
+from efx.parallel.host_memory import keep_freed_memory
 
 if _ENDS:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -78,7 +79,7 @@ def run(argv):
     if values.mode == "compile":
         _compile(values)
         return
-    config, kind = values.config, runfolder.kind_of_result(values.workdir)
+    config, kind = values.config, run_dir.kind_of_result(values.workdir)
     if values.prompt is not None:
         config.sample.prompt = values.prompt
     verb = importlib.import_module(_module(values, kind))
@@ -134,7 +135,7 @@ def _compile(values):
 def _module(values, kind):
     """The module that does what the mode says with a folder that holds this kind of result."""
     if values.mode in ("evaluate", "sample"):
-        return runfolder.USES[kind or "run", values.mode]
+        return run_dir.USES[kind or "run", values.mode]
     if values.mode == "cluster":
         return "efx.cbtm.cluster"
     if values.mode in ("import", "convert", "export"):
@@ -144,7 +145,7 @@ def _module(values, kind):
             f"--workdir={values.workdir} has a clustering; its runs are in folders below it: "
             "start them with python -m efx.cbtm.run (--commands lists them)"
         )
-    return "efx.train"
+    return "efx.train.trainer"
 
 
 def _check_processes(values):
@@ -173,7 +174,7 @@ def start_jax(values):
     """Memory, compile cache, fake CPU devices, distributed runtime: before a device is touched."""
     import jax
 
-    from efx import compile_cache
+    from efx.parallel import compile_cache
 
     _check_processes(values)
     keep_freed_memory()
@@ -185,14 +186,14 @@ def start_jax(values):
     if values.cpu_devices:
         jax.config.update("jax_num_cpu_devices", values.cpu_devices)
     if values.coordinator_address is not None:
-        hosts.connect(
+        multihost.connect(
             values.coordinator_address,
             values.num_processes,
             values.process_id,
             preemption=values.mode == "train",
         )
     elif values.distributed:
-        hosts.connect(preemption=values.mode == "train")
+        multihost.connect(preemption=values.mode == "train")
     compile_cache.keep_compiled()
 
 
@@ -219,14 +220,14 @@ def main(argv=None):
         signals.end_with_starter()
         with signals.SecondSignal():
             status = _status(list(sys.argv if argv is None else argv))
-        if status == 0 and hosts.connected():
-            hosts.disconnect()
+        if status == 0 and multihost.connected():
+            multihost.disconnect()
     except Exception as error:
-        if not hosts.connected():
+        if not multihost.connected():
             raise
-        hosts.fail(error)
-    if hosts.connected():
-        hosts.fail(None, status)
+        multihost.fail(error)
+    if multihost.connected():
+        multihost.fail(None, status)
     return status
 
 
@@ -253,7 +254,7 @@ def _status(argv):
     except BrokenPipeError:
         return signals.status_without_reader()
     except RuntimeError as error:
-        if type(error).__name__ not in ("RunStopped", "NotFinite"):  # of efx.train
+        if type(error).__name__ not in ("RunStopped", "NotFinite"):  # of efx.train.trainer
             raise
         print(f"efx: stopped: {error}", file=sys.stderr, flush=True)
         return error.status

@@ -41,7 +41,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 QUICK = {
     "test_selection",
     "test_data", "test_data_changes", "test_decisions", "test_losses", "test_means", "test_optim",
-    "test_routing", "test_runfolder", "test_settings",
+    "test_routing", "test_run_dir", "test_settings",
 }  # fmt: skip
 QUICK_ROWS = {"mod_options", "moe", "streams_masks", "latent_parts", "dropout_elementwise_mod"}
 QUICK_PROPERTIES = {

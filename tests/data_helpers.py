@@ -15,9 +15,9 @@ from hypothesis import settings
 from refusals import refused
 
 import efx.data
+from efx.config.run import DataConfig
+from efx.config.schema import defaults
 from efx.data import held_out, sources, tokenizers
-from efx.run_blocks import DataConfig
-from efx.settings import defaults
 
 # A slow example on a busy machine is not an error.
 few_examples = settings(max_examples=15, deadline=None)

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from efx import flops, losses, models
+from efx import models
 from efx.configs import common
+from efx.layers import flops
+from efx.train import losses
 
 BATCH, LENGTH, VOCAB = 8, 32, 45
 

@@ -7,7 +7,7 @@ file or the flag. Its other words are free.
 import pytest
 
 from efx.errors import UsageError
-from efx.sharding import DEFAULT_RULES
+from efx.parallel.sharding import DEFAULT_RULES
 
 
 def refused(call, *names):

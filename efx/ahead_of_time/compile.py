@@ -10,25 +10,17 @@ import time
 import jax
 import numpy as np
 
-from efx import (
-    build,
-    evaluate,
-    flops,
-    memory,
-    models,
-    optim,
-    run_settings,
-    runfolder,
-    sample,
-    settings,
-    sharding,
-    signals,
-)
+from efx import models, run_dir, sampling
 from efx.ahead_of_time import hlo, topology
 from efx.ahead_of_time.report import Compiled, Estimate, Memory, Report
+from efx.config import schema
+from efx.config.load import to_config
 from efx.data import tokenizers
 from efx.errors import UsageError
-from efx.metrics import quantity
+from efx.layers import flops
+from efx.logging import quantity
+from efx.parallel import sharding, signals
+from efx.train import evaluator, memory, optim, setup
 
 _log = logging.getLogger(__name__)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -42,7 +34,7 @@ def compile_and_report(config, topology_name, *, vocab_size=None, workdir=None, 
       vocab_size: number of token ids; None: those of the config's tokenizer.
       workdir: run folder whose tokenizer counts, or None.
     """
-    config = run_settings.check(config)
+    config = to_config(config)
     if vocab_size is None:
         vocab_size = _vocab_size(config, workdir)
     done = []
@@ -61,7 +53,7 @@ def compile_and_report(config, topology_name, *, vocab_size=None, workdir=None, 
 
 def _vocab_size(config, workdir):
     """Of the tokenizer of a run, or of a config whose tokenizer has a size without its text."""
-    if workdir and (saved := runfolder.saved_tokenizer(workdir)):
+    if workdir and (saved := run_dir.saved_tokenizer(workdir)):
         return tokenizers.load_tokenizer(saved).vocab_size
     kind, argument = tokenizers.parse(config.data.tokenizer)
     if kind == "bpe":
@@ -96,15 +88,15 @@ class _Run:
     def __init__(self, config, topology_name, vocab_size):
         self.target = topology.describe(topology_name)
         devices = self.target.devices
-        self.experiment = e = build.without_text(config, vocab_size, devices)
+        self.experiment = e = setup.without_text(config, vocab_size, devices)
         self.config = e.config
         self.one = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), devices[:1])
         # The products of kernels are not in their program as such, so those of plain XLA are
         # counted.
-        plain = settings.replaced(e.config, {"model.attention.kernel": "xla"})
-        self.plain_model = build.without_text(plain, vocab_size, devices).model
+        plain = schema.replaced(e.config, {"model.attention.kernel": "xla"})
+        self.plain_model = setup.without_text(plain, vocab_size, devices).model
         with self._one_device():  # kernels are chosen for these devices here, too
-            self.training = build.Training(e)
+            self.training = setup.Training(e)
             self._count_memory()
 
     @contextlib.contextmanager
@@ -177,11 +169,11 @@ class _Run:
         """Yields a `Compiled` for each way of routing in evaluations."""
         e, c = self.experiment, self.config
         state, mesh = self.training.shapes, e.mesh
-        shapes = evaluate.shapes_of_step(c, mesh, e.rules, state.params, state.variables)
+        shapes = evaluator.shapes_of_step(c, mesh, e.rules, state.params, state.variables)
         beside = self.held - memory.on_each_device(self.variables)
         with self._one_device():
-            plain = evaluate.steps(self.plain_model, c, self.one, e.rules)
-        steps = evaluate.steps(e.model, c, mesh, e.rules)
+            plain = evaluator.steps(self.plain_model, c, self.one, e.rules)
+        steps = evaluator.steps(e.model, c, mesh, e.rules)
         for selection, step in steps.items():
             report = Compiled(
                 name="evaluation" + f" with {selection} routing" * (len(steps) > 1),
@@ -200,12 +192,12 @@ class _Run:
         with self._one_device():
             variables = unrolled = self.variables
             if e.model.config.scan_layers:
-                unrolled = build.variable_shapes(e, models.unrolled(e.model))
+                unrolled = setup.variable_shapes(e, models.unrolled(e.model))
             program, plain = (
-                sample.Program.of(model, rows, model.context, e.rules)
+                sampling.Program.of(model, rows, model.context, e.rules)
                 for model in (e.model, self.plain_model)
             )
-            mesh, is_split = sample.mesh_for(variables, self.target.devices[0])
+            mesh, is_split = sampling.mesh_for(variables, self.target.devices[0])
         if not is_split:
             variables, unrolled = _replicated(variables, mesh), _replicated(unrolled, mesh)
         with sharding.use(mesh, program.rules):
@@ -313,7 +305,7 @@ def _replicated(shapes, mesh):
 
 
 def _compiled(lowered):
-    """`lowered.compile()`, for which Ctrl-C does not have to wait, see `efx.signals`."""
+    """`lowered.compile()`, for which Ctrl-C does not have to wait, see `efx.parallel.signals`."""
     return signals.Beside(lowered.compile).result()
 
 

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 
 import numpy as np
 
-from efx.flops import causal_pairs
+from efx.layers.flops import causal_pairs
 
 # Bytes of a number; what is not listed (tokens, opaque handles) has none.
 _BYTES = {

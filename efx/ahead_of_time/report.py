@@ -3,7 +3,7 @@
 import dataclasses
 from collections import Counter, defaultdict
 
-from efx.metrics import quantity
+from efx.logging import quantity
 
 _GIB = 2**30
 _SHOWN = 5  # of the largest exchanges, the slowest operations

@@ -12,13 +12,16 @@ import itertools
 import jax
 import numpy as np
 
-from efx import atomic, run_settings, runfolder, settings, storage, tables
+from efx import io, run_dir
 from efx.cbtm import CLUSTERS, documents_file
 from efx.cbtm.clustering import ABOUT, Clustering, fit_clustering, purity
 from efx.cbtm.documents import SplitDocuments
+from efx.config import schema
+from efx.config.load import completed, to_config
 from efx.data.sources import document_digest
 from efx.data.subset import Subset
 from efx.errors import UsageError
+from efx.logging import tables
 
 # The settings that decide the documents and their clusters: a finished clustering keeps them.
 _TEXT = "source|eval_source|withhold|split|eval_fraction|max_bytes|document_bytes|text_key"
@@ -29,14 +32,14 @@ def run(config, workdir, command_line=()):
     """Clusters, writes and prints, or prints a finished clustering; returns `Clustering.about`."""
     if jax.process_count() > 1:
         raise UsageError("--mode=cluster runs in one process: start it without several processes")
-    config, workdir = run_settings.check(config), storage.local_folder(workdir)
-    with runfolder.Lock(workdir) as lock:
-        launch = runfolder.open_run(
+    config, workdir = to_config(config), io.local_folder(workdir)
+    with run_dir.Lock(workdir) as lock:
+        launch = run_dir.open_run(
             workdir,
-            settings.as_dict(config),
+            schema.as_dict(config),
             command_line=list(command_line),
             may_differ=[rf"(?!{FIXED}$).*"],
-            completed=run_settings.completed,
+            completed=completed,
         )
         documents = SplitDocuments(config.data)
         folder = workdir / CLUSTERS
@@ -64,7 +67,7 @@ def _write(folder, documents, clustering, labels, config):
     description = describe_clusters(documents, labels, held_out, clustering.count)
     clustering.about |= {"documents": documents.key, "method": config.method, **description}
     digests = np.array([document_digest(document.data).hex() for document in documents.train])
-    with runfolder.writing(folder), atomic.replacing(folder) as temporary:
+    with io.report_write_errors(folder), io.replacing(folder) as temporary:
         temporary.mkdir()
         clustering.save(temporary)
         for j in range(clustering.count):

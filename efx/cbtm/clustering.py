@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from efx import reading
+from efx import io
+from efx.config.run import ClusterConfig
+from efx.config.schema import make
 from efx.data.disk_cache import content_key
 from efx.errors import UsageError, extra
-from efx.run_blocks import ClusterConfig
-from efx.settings import make
 
 ARRAYS, ABOUT = "clustering.safetensors", "clustering.json"
 _WORD = re.compile(r"\b\w\w+\b")
@@ -107,7 +107,7 @@ class Clustering:
             if not (folder / name).is_file():
                 raise UsageError(f"{folder} has no clustering (no {name}): run --mode=cluster")
         try:
-            about = reading.read_json(folder / ABOUT)
+            about = io.read_json(folder / ABOUT)
             stored, vocabulary = about.pop("fingerprint"), about.pop("vocabulary")
             clustering = cls(vocabulary, about=about, **load_file(str(folder / ARRAYS)))
             sound = clustering.fingerprint == stored

@@ -14,16 +14,18 @@ import sys
 import jax
 import jax.numpy as jnp
 
-from efx import build, models, run_settings, runfolder, settings, storage
+from efx import io, models, run_dir
 from efx.cbtm import CLUSTERS, SEED, documents_file, expert_folder
 from efx.cbtm.clustering import Clustering
-from efx.checkpoint import files, fingerprint, restore_params
-from efx.config import config_of_run
+from efx.checkpoint import fingerprint, manifest, restore_params
+from efx.config import schema
+from efx.config.load import config_of_run, to_config
 from efx.data import load_tokenizer
 from efx.data.subset import Subset
 from efx.errors import UsageError
 from efx.layers.moe import largest_indices
-from efx.runfolder import TOKENIZER_FILE
+from efx.run_dir import TOKENIZER_FILE
+from efx.train import setup
 
 # What experts have in common, but for how it is computed: parameters of one shape may be those of
 # several models.
@@ -78,7 +80,7 @@ class Ensemble:
                 f"--step={step}: does not apply to the experts of {workdir}, each "
                 "at its own step; leave it out"
             )
-        self.workdir, self._config = storage.local_folder(workdir), config
+        self.workdir, self._config = io.local_folder(workdir), config
         self.clustering = Clustering.load(self.workdir / CLUSTERS)
         self.count = self.clustering.count
         if config.ensemble.top_k > self.count:
@@ -113,13 +115,13 @@ class Ensemble:
     def _check(self, j, folder):
         """The origin of expert j: {"run", "step", "parameters": their hash}."""
         expert = f"expert {j} of {self.count}"
-        steps = files.finished_steps(files.as_root(folder / runfolder.CHECKPOINTS))
-        if not (folder / runfolder.CONFIG_FILE).is_file() or not steps:
+        steps = manifest.finished_steps(manifest.as_root(folder / run_dir.CHECKPOINTS))
+        if not (folder / run_dir.CONFIG_FILE).is_file() or not steps:
             raise UsageError(
                 f"{expert} is missing: {folder} has no finished checkpoint; train it, or run "
                 f"python -m efx.cbtm.run to train all missing experts in {self.workdir}"
             )
-        record = runfolder.run_record(folder)
+        record = run_dir.run_record(folder)
         if record.get("subset") != self.members[j].key:
             raise UsageError(
                 f"{expert} ({folder}) was not trained on cluster {j} of "
@@ -130,7 +132,7 @@ class Ensemble:
                 f"{expert} ({folder}) was not started from a seed model; set config.init.run "
                 "and train it again"
             )
-        total_steps = runfolder.recorded_setting(folder, "steps")
+        total_steps = run_dir.recorded_setting(folder, "steps")
         if steps[-1] < total_steps:
             message = f"efx: expert {j} is not finished: step {steps[-1]} of {total_steps}"
             print(message, file=sys.stderr)
@@ -144,11 +146,11 @@ class Ensemble:
     def seed_folder(self):
         """The seed model's run folder, or None if it is not on this machine."""
         for folder in (self.workdir / SEED, pathlib.Path(self._origin["run"])):
-            root = folder / runfolder.CHECKPOINTS
+            root = folder / run_dir.CHECKPOINTS
             if not root.exists():
                 continue
             model, step = self.load_expert(0)[0].model, self._origin["step"]
-            if step in files.finished_steps(files.as_root(root)):
+            if step in manifest.finished_steps(manifest.as_root(root)):
                 shapes = models.unboxed_shapes(model)["params"]
                 size = model.vocab_size
                 params, _ = restore_params(root, shapes, step, report=None, vocab_size=size)
@@ -165,7 +167,7 @@ def _other_settings(folder, other):
     """The first setting that makes the model of a run another one than that of `folder`, and what
     it is in both; "" without any."""
     here, there = (config_of_run(run).to_dict() for run in (folder, other))
-    for key, (ours, theirs) in runfolder.differences(here, there, _OF_THE_MODEL).items():
+    for key, (ours, theirs) in run_dir.differences(here, there, _OF_THE_MODEL).items():
         return f"{key}={theirs!r} instead of {ours!r}"
     return ""
 
@@ -173,7 +175,7 @@ def _other_settings(folder, other):
 def load_run(folder, config, splits=()):
     """`build.finished` of a run that another machine may have made, on the mesh of `config` and
     with the text of `config.data`, in rows and batches like those of that run."""
-    run_config = run_settings.check(config_of_run(folder))
+    run_config = to_config(config_of_run(folder))
     reading = {key: getattr(run_config.data, key) for key in ("seq_len", "batch_size", "packing")}
     changes = {
         "mesh": config.mesh,
@@ -182,4 +184,4 @@ def load_run(folder, config, splits=()):
         "data": dataclasses.replace(config.data, **reading, subset=""),
         "init.run": "",  # neither its subset nor its origin is needed to use it
     }
-    return build.finished(settings.replaced(run_config, changes), folder, splits=splits)
+    return setup.finished(schema.replaced(run_config, changes), folder, splits=splits)

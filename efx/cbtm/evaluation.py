@@ -12,14 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from efx import losses, run_settings, sharding, tables
 from efx.cbtm.documents import SplitDocuments
 from efx.cbtm.ensemble import Ensemble, load_run, log_weights, mix
+from efx.config.load import to_config
 from efx.data.sources import document_digest
 from efx.errors import UsageError
-from efx.evaluate import scored
-from efx.metrics import portion
-from efx.step import evaluation_keys
+from efx.logging import portion, tables
+from efx.parallel import sharding
+from efx.train import losses
+from efx.train.evaluator import scored
+from efx.train.step import evaluation_keys
 
 FILE = "evaluation"
 
@@ -218,7 +220,7 @@ def write(workdir, scores):
 
 def evaluate(config, workdir, step=None):
     """Prints, writes into WORKDIR and returns the `score` of a folder of experts."""
-    config = run_settings.check(config)
+    config = to_config(config)
     ensemble = Ensemble(config, workdir, step)
     seed = ensemble.seed_folder
     scores, held_out = score(ensemble, config, {"seed model": seed} if seed else {})

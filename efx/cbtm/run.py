@@ -17,8 +17,10 @@ import shlex
 import sys
 from typing import NamedTuple
 
-from efx import command_line, run_settings, runfolder, settings
+from efx import run_dir
 from efx.cbtm import SEED, documents_file, expert_folder
+from efx.config import flags, schema
+from efx.config.load import completed, to_config
 from efx.errors import UsageError
 from efx.studies import cli, rehearsal
 from efx.studies import jobs as jobs_lib
@@ -37,7 +39,7 @@ class Job:
         return f"python -m efx.main {shlex.join(self.arguments)}"
 
     def config(self):
-        return run_settings.check(command_line.parse(["efx", *self.arguments]).config)
+        return to_config(flags.parse(["efx", *self.arguments]).config)
 
 
 class Stages(NamedTuple):
@@ -94,7 +96,7 @@ def budget(config):
     """(steps of all runs together, of the seed model, of one expert)."""
     total = config.steps
     if not total or config.train_flops:
-        from efx.build import experiment
+        from efx.train.setup import experiment
 
         total = experiment(config).steps
     seed_steps = round(config.cluster.seed_fraction * total)
@@ -113,14 +115,14 @@ def train_job(title, source, folder, extra, steps):
 
 def is_finished(job):
     """Whether a job has trained to its last step; UsageError if its folder holds another run."""
-    from efx.checkpoint import files
-    from efx.train import MAY_DIFFER
+    from efx.checkpoint import manifest
+    from efx.train.trainer import MAY_DIFFER
 
-    if not job.steps or not runfolder.holds_result(job.folder):
+    if not job.steps or not run_dir.holds_result(job.folder):
         return False
-    config = settings.as_dict(job.config())
-    runfolder.check_config(job.folder, config, MAY_DIFFER, run_settings.completed)
-    steps = files.finished_steps(files.as_root(job.folder / runfolder.CHECKPOINTS))
+    config = schema.as_dict(job.config())
+    run_dir.check_config(job.folder, config, MAY_DIFFER, completed)
+    steps = manifest.finished_steps(manifest.as_root(job.folder / run_dir.CHECKPOINTS))
     return max(steps, default=0) >= job.steps
 
 
@@ -146,7 +148,7 @@ def run_jobs(jobs, at_a_time=1):
 
 def check_models(jobs):
     """UsageError, before anything is computed, for a job whose model cannot be or be trained."""
-    left = [job for job in jobs if not runfolder.holds_result(job.folder)]
+    left = [job for job in jobs if not run_dir.holds_result(job.folder)]
     rehearsal.check([(job.title, job.arguments, False) for job in left], in_order=True)
 
 

@@ -1,4 +1,4 @@
-"""Sampling from the sparse ensemble: `efx.sample` with a model that is several experts at once.
+"""Sampling from the sparse ensemble: `efx.sampling` with a model that is several experts at once.
 
 The weights are computed from the text so far, when sampling begins and then every
 `config.ensemble.every` tokens. Only the experts in use are on the device and have a cache; when an
@@ -16,15 +16,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from efx import models, run_settings, sharding
+from efx import models
 from efx.cbtm.ensemble import Ensemble, log_weights, mix_logits
-from efx.metrics import quantity
-from efx.sample import TextSampler
+from efx.config.load import to_config
+from efx.logging import quantity
+from efx.parallel import sharding
+from efx.sampling import TextSampler
 
 
 @dataclasses.dataclass(frozen=True)
 class StackedExperts:
-    """Experts of one architecture as one model for `efx.sample.Sampler`.
+    """Experts of one architecture as one model for `efx.sampling.Sampler`.
 
     Its variables are those of an expert with a leading axis of experts, which is the second axis of
     "cache", and "log_weights" [E]. Its features are [B, T, E, D].
@@ -69,7 +71,7 @@ class StackedExperts:
 
 
 class WeighedExperts:
-    """The variables of StackedExperts for a text, as `efx.sample.Sampler.tokens` takes them.
+    """The variables of StackedExperts for a text, as `efx.sampling.Sampler.tokens` takes them.
 
     Args:
       model: of an expert.
@@ -158,7 +160,7 @@ class _HostMemory:
 
 def sample(config, workdir, step=None, stream=None):
     """Continues `config.sample.prompt` with the sparse ensemble of a folder of experts."""
-    config = run_settings.check(config)
+    config = to_config(config)
     ensemble = Ensemble(config, workdir, step)
     on_host, tokenizer = _HostMemory(ensemble), ensemble.tokenizer
     experts = WeighedExperts(

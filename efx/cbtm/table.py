@@ -16,12 +16,11 @@ import pathlib
 import statistics
 import sys
 
-from efx import tables
 from efx.cbtm import run as cbtm
-from efx.metrics import portion, quantity
+from efx.logging import portion, quantity, tables
+from efx.logging.tables import mean_and_spread
 from efx.studies import cli
 from efx.studies.sweep import final_row
-from efx.tables import mean_and_spread
 
 DENSE, SEED_MODEL = "one model on everything", "seed model"
 

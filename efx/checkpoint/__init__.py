@@ -1,9 +1,9 @@
 """Checkpoints of a run: whole states (Checkpointer) and parameters alone (restore_params)."""
 
-from efx.checkpoint.files import CheckpointError
-from efx.checkpoint.manager import Checkpointer, Restored
+from efx.checkpoint.checkpointer import Checkpointer, Restored
+from efx.checkpoint.init_from import start_from
+from efx.checkpoint.manifest import CheckpointError
 from efx.checkpoint.params import ParamsDiff, fingerprint, restore_params
-from efx.checkpoint.start import start_from
 
 __all__ = [
     "CheckpointError",

@@ -6,7 +6,7 @@ import jax
 import orbax.checkpoint as ocp
 from flax.traverse_util import unflatten_dict
 
-from efx.checkpoint import files
+from efx.checkpoint import manifest
 
 TEMPORARY = ocp.utils.TMP_DIR_SUFFIX  # in the names of folders that are not finished
 _WORTH_CUTTING = 2**20  # bytes of an array whose copies on several devices are read in parallel
@@ -17,7 +17,7 @@ _WORTH_CUTTING = 2**20  # bytes of an array whose copies on several devices are 
 
 def items(state, data_state, meta):
     """A whole state as orbax's arguments. data_state, meta: JSON-able, or this is a TypeError."""
-    leaves = {path: _of_one_device(leaf) for path, leaf in files.flatten(state).items()}
+    leaves = {path: _of_one_device(leaf) for path, leaf in manifest.flatten(state).items()}
     return ocp.args.Composite(
         state=ocp.args.StandardSave(unflatten_dict(leaves)),
         # Through JSON here, so that a wrong type is an error now and not in the background.
@@ -94,8 +94,10 @@ class _OwnDigests:
         with self._noting():
             for future in self._futures:
                 future.result(timeout)
-            is_path = hasattr(self._directory, "iterdir")  # or one that was still to be made
-            files.write_own_digests(self._directory if is_path else self._directory.path, "state")
+            is_path = hasattr(self._directory, "iterdir")  # or one that is still being made
+            manifest.write_own_digests(
+                self._directory if is_path else self._directory.path, "state"
+            )
 
 
 # ---- reading ---------------------------------------------------------------------------------
@@ -104,7 +106,7 @@ class _OwnDigests:
 def read_metadata(folder):
     """{path: shape and dtype} of the arrays in a step's `state`."""
     handler = ocp.PyTreeCheckpointHandler()
-    return files.flatten(handler.metadata(folder / "state").tree)
+    return manifest.flatten(handler.metadata(folder / "state").tree)
 
 
 def read_state(folder, targets, partial):

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from efx import optim, sharding
-from efx.checkpoint import arrays, files
-from efx.checkpoint.files import CheckpointError, Damage, warn
+from efx.checkpoint import arrays, manifest
+from efx.checkpoint.manifest import CheckpointError, Damage, warn
+from efx.parallel import sharding
+from efx.train import optim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +50,12 @@ def _of_a_step_that_stays(restore):
 
     @functools.wraps(restore)
     def restored(root, params, step=None, **options):
-        files.quieten()
-        root = files.as_root(root)
-        finished = functools.partial(files.finished_steps, root)
-        return files.read_step(root, finished, step, lambda s: restore(root, params, s, **options))
+        manifest.quieten()
+        root = manifest.as_root(root)
+        finished = functools.partial(manifest.finished_steps, root)
+        return manifest.read_step(
+            root, finished, step, lambda s: restore(root, params, s, **options)
+        )
 
     return restored
 
@@ -101,7 +104,7 @@ def restore_params(
         stored = arrays.read_metadata(folder)
     except Exception as error:  # orbax raises bare Exception too
         raise CheckpointError(
-            f"{name}, item state, cannot be read: {files.explain(error)}"
+            f"{name}, item state, cannot be read: {manifest.explain(error)}"
         ) from error
     depth = len(collection)
     averages = optim.stored_averages(stored) if collection == ("params",) else {}
@@ -168,7 +171,7 @@ def fingerprint(params, vocab_size):
 
 def _unpadded(params, vocab_size):
     return {
-        "/".join(path): files.without_padding(path, x, vocab_size)
+        "/".join(path): manifest.without_padding(path, x, vocab_size)
         for path, x in flatten_dict(params).items()
     }
 
@@ -192,11 +195,11 @@ def _sums(params, vocab_size):
 
 
 def _verify(name, folder):
-    if not (folder / files.MANIFEST).exists():
-        warn(f"{name} has no {files.MANIFEST}: its contents cannot be verified")
+    if not (folder / manifest.MANIFEST).exists():
+        warn(f"{name} has no {manifest.MANIFEST}: its contents cannot be verified")
         return
     try:
-        files.verify(folder)
+        manifest.verify(folder)
     except Damage as damage:
         raise CheckpointError(
             f"{name} is damaged: {damage}; use another step, or restore the folder from a backup"
@@ -219,7 +222,7 @@ def _refuse(name, paths, allowed, verb, option, rename, stored_path, known):
             for path in wrong
         ]
         raise CheckpointError(
-            f"{name} {verb} {files.abridged(shown)}; to allow this, set "
+            f"{name} {verb} {manifest.abridged(shown)}; to allow this, set "
             f"{option}={_pattern(wrong, known, allowed)!r}, or map the names with {rename}"
         )
 
@@ -237,14 +240,14 @@ def _pattern(wrong, known, allowed):
 
 def _check_shapes(name, pairs, stored_path, vocab_size):
     wrong = [
-        f"{stored_path[path]} is {files.dtype_and_shape(stored)} there, {path} is"
-        f" {files.dtype_and_shape(target)} here"
+        f"{stored_path[path]} is {manifest.dtype_and_shape(stored)} there, {path} is"
+        f" {manifest.dtype_and_shape(target)} here"
         for path, (stored, target) in pairs.items()
-        if not files.fits(path.split("/"), stored.shape, target.shape, vocab_size)
+        if not manifest.fits(path.split("/"), stored.shape, target.shape, vocab_size)
     ]
     if wrong:
         raise CheckpointError(
-            f"{name} does not fit: {files.abridged(wrong)}; use a model of the same widths"
+            f"{name} does not fit: {manifest.abridged(wrong)}; use a model of the same widths"
         )
 
 
@@ -255,7 +258,7 @@ def _load(name, folder, stored_paths, targets, collection, averages):
     """
     target_of = {}  # {path in the checkpoint: its first target}
     for path, stored_path in stored_paths.items():
-        target_of.setdefault(stored_path, files.with_sharding(targets[path]))
+        target_of.setdefault(stored_path, manifest.with_sharding(targets[path]))
     if not target_of:
         return {}
     target_tree = {(*collection, *path.split("/")): leaf for path, leaf in target_of.items()}
@@ -266,7 +269,7 @@ def _load(name, folder, stored_paths, targets, collection, averages):
         read = flatten_dict(arrays.read_state(folder, target_tree, partial=True))
     except Exception as error:  # orbax raises bare Exception too
         raise CheckpointError(
-            f"{name}, item state, cannot be read: {files.explain(error)}"
+            f"{name}, item state, cannot be read: {manifest.explain(error)}"
         ) from error
     stored = {}
     for path, leaves in made_of.items():
@@ -275,7 +278,7 @@ def _load(name, folder, stored_paths, targets, collection, averages):
             stored[path] = jax.jit(optim.average)(stored[path], *(read[leaf] for leaf in leaves))
     values = {}
     for path, stored_path in stored_paths.items():
-        target = files.with_sharding(targets[path])
+        target = manifest.with_sharding(targets[path])
         value = stored[stored_path].astype(target.dtype)
         values[path] = jax.device_put(value, target.sharding)
     return values

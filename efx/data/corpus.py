@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 
-from efx import reading
+from efx import io
 from efx.data import bpe, tokenizers
 from efx.data.disk_cache import cached_folder, content_key
 from efx.data.shards import token_dtype
@@ -97,7 +97,7 @@ def load_corpus(name, key, pieces, tokenizer, root, splits=SPLITS):
 
     folder = cached_folder(root, "tokens", key, build)
     try:
-        info = reading.read_json(folder / "info.json")
+        info = io.read_json(folder / "info.json")
         return {split: _stored(folder, name, split, info) for split in splits}
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"the cache entry {folder} cannot be read: {error}; delete it") from error

@@ -17,7 +17,7 @@ import urllib.parse
 import zlib
 from pathlib import Path
 
-from efx import atomic, reading, storage
+from efx import io
 from efx.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ _REMEMBER_FROM = 64 << 20  # bytes; smaller files are hashed again
 def cache_root(cache_dir):
     """The cache folder: `cache_dir`, or $EFX_CACHE, or ~/.cache/efx (not created here)."""
     root = cache_dir or os.environ.get("EFX_CACHE") or "~/.cache/efx"
-    if storage.is_remote(root):
+    if io.is_remote(root):
         name = "config.data.cache_dir" if cache_dir else "EFX_CACHE"
         raise UsageError(f"{name}={root}: the cache must be on a local disk")
     return Path(root).expanduser()
@@ -53,7 +53,7 @@ def fetched(named, address, root):
     Args:
       named: the setting and its value, for messages.
     """
-    listed, fetch = storage.remote_files(address, named)
+    listed, fetch = io.remote_files(address, named)
 
     def build(folder):
         gigabytes = sum(size for _, (size, _) in listed) / 1e9
@@ -188,13 +188,13 @@ def remember(root, key, compute):
     """`compute()` (JSON-able), stored under `key`; computed again if the file is unreadable."""
     path = root / "memo" / f"{key}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        stored = reading.read_json(path)
+        stored = io.read_json(path)
         if stored["sum"] == content_key(stored["value"]):
             return stored["value"]
     value = compute()
     with contextlib.suppress(OSError):  # without the file the next run only takes longer
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write_text(path, json.dumps({"sum": content_key(value), "value": value}))
+        io.write_text(path, json.dumps({"sum": content_key(value), "value": value}))
     return value
 
 

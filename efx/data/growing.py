@@ -25,12 +25,12 @@ from pathlib import Path
 
 import numpy as np
 
-from efx import atomic
+from efx import io
 from efx.data.disk_cache import checksums, content_key, locked, not_writable
 from efx.data.shards import token_dtype
 from efx.data.tokenizers import load_tokenizer
 from efx.errors import PassingError, UsageError
-from efx.signals import STOPPING
+from efx.parallel.signals import STOPPING
 
 _VERSION = 1  # raise it when the same input gives other tokens
 _SHARD_TOKENS = 1 << 22
@@ -69,7 +69,7 @@ class Progress:
         """Replace progress.json."""
         value = {"shards": list(self.shards), "finished": self.finished}
         text = json.dumps({"sum": content_key(value), "value": value})
-        atomic.write_text(folder / "progress.json", text)
+        io.write_text(folder / "progress.json", text)
 
     def up_to_damage(self, folder):
         """The progress before the first damaged file: all sizes and some checksums are compared."""
@@ -289,7 +289,7 @@ class Writer:
     def _add_shard(self, progress, parts, position):
         path = _path(self._folder, len(progress.shards))
         ids = np.concatenate(parts).astype(self._dtype)
-        with atomic.replacing(path) as part:
+        with io.replacing(path) as part:
             part.write_bytes(ids.data)
         shard = [len(ids), *position, checksums(path)]
         return dataclasses.replace(progress, shards=(*progress.shards, shard))
@@ -324,8 +324,8 @@ def _read_requests(requests):
 
 
 def _open_writer(job):
+    from efx.config.run import DataConfig
     from efx.data.opened import OpenedTexts
-    from efx.run_blocks import DataConfig
 
     opened = OpenedTexts(DataConfig(**job["config_data"]), ("train",), job["origin"])
     folder = Path(job["folder"])

@@ -5,6 +5,8 @@ import operator
 
 import numpy as np
 
+from efx.config.run import DataConfig
+from efx.config.schema import make
 from efx.data import corpus, held_out
 from efx.data.corpus import SPLITS
 from efx.data.disk_cache import content_key
@@ -13,8 +15,6 @@ from efx.data.opened import OpenedTexts
 from efx.data.packing import Packing
 from efx.data.stream import count_bytes, documents_between
 from efx.errors import UsageError
-from efx.run_blocks import DataConfig
-from efx.settings import make
 
 # Longer than any run: the training data never ends.
 _STEPS = 1 << 40

@@ -6,13 +6,13 @@ downloaded before it is read.
 
 import functools
 import gzip
-import io
 import json
 import os
 import time
 import zlib
+from io import BufferedReader, RawIOBase
 
-from efx import storage
+from efx import io
 from efx.data.disk_cache import content_key, file_digests
 from efx.data.sources import Document, limited, readable, size_of
 from efx.errors import PassingError, UsageError, extra
@@ -110,11 +110,11 @@ class JsonLines(RowFiles):
         if str(path).endswith(".gz"):
             return gzip.open(path)
         if str(path).endswith(".zst"):
-            return io.BufferedReader(_Zstandard(path, self.name), _BLOCK)
+            return BufferedReader(_Zstandard(path, self.name), _BLOCK)
         return open(path, "rb")
 
 
-class _Zstandard(io.RawIOBase):
+class _Zstandard(RawIOBase):
     """The bytes of a zstd file of one or more frames; EOFError where one is cut short."""
 
     def __init__(self, path, name):
@@ -128,7 +128,7 @@ class _Zstandard(io.RawIOBase):
         self._packed = self._ready = b""
 
     def readable(self):
-        """Asked by io.BufferedReader."""
+        """Asked by BufferedReader."""
         return True
 
     def readinto(self, buffer):
@@ -220,7 +220,7 @@ class HuggingFace:
             self._open_stream = functools.partial(builder.as_streaming_dataset, split="train")
             self._open_stream()
         except Exception as error:  # the library raises many unrelated types
-            if storage.is_network_error(error):  # the library has retried
+            if io.is_network_error(error):  # the library has retried
                 raise PassingError(
                     f"{name}: the data set cannot be reached: {_first_line(error)}; check the name"
                     " and the network, then run the same command again"
@@ -285,7 +285,7 @@ class HuggingFace:
                 problem = f"{self.name}: row {number} cannot be read: {_first_line(error)}"
                 # The library reports a file of the hub that it cannot reach as missing.
                 is_missing = isinstance(error, FileNotFoundError) and self._remote
-                if not (is_missing or storage.is_network_error(error)):
+                if not (is_missing or io.is_network_error(error)):
                     raise UsageError(f"{problem}; check the data set's files") from error
                 failures += 1
                 if failures == _TRIES:

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from efx import atomic, reading, storage
+from efx import io
 from efx.data.disk_cache import content_key, fetched, file_digests, remember, remember_for_file
 from efx.data.sources import matching, readable, size_of
 from efx.data.stream import Stream, TokenSplit
@@ -93,7 +93,7 @@ def write_token_shards(folder, tokenizer, train, heldout=(), shard_tokens=1 << 2
     }
     tokenizer.save(folder / "tokenizer.json")
     # Last, so that an unfinished folder has none.
-    atomic.write_text(folder / "meta.json", json.dumps(meta, indent=1) + "\n")
+    io.write_text(folder / "meta.json", json.dumps(meta, indent=1) + "\n")
     return meta
 
 
@@ -134,7 +134,7 @@ class TokenShards:
     def __init__(self, name, where, max_bytes, root):
         self.name, self._root = name, root
         path = Path(os.path.expanduser(where))
-        if storage.is_remote(where):
+        if io.is_remote(where):
             path = fetched(name, where, root)
         if path.is_dir():
             self._folder = path
@@ -182,12 +182,12 @@ class TokenShards:
         """The shards that meta.json lists."""
         path = self._folder / "meta.json"
         try:
-            meta = reading.read_json(path)
+            meta = io.read_json(path)
             dtype = np.dtype(meta["dtype"]).newbyteorder("<")
             if (meta["format"], meta["version"]) != (FORMAT, VERSION):
                 raise ValueError(f"format {meta['format']!r} version {meta['version']!r}")
             for shard in meta["shards"]:
-                if not reading.is_plain_name(shard["file"]):
+                if not io.is_plain_name(shard["file"]):
                     raise ValueError(f"{shard['file']!r} is not the name of a file in this folder")
             return [
                 _Shard(self._folder / shard["file"], shard["split"], dtype, int(shard["tokens"]))

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
-from efx import reading, runfolder, storage
+from efx import io, run_dir
 from efx.data.disk_cache import MANIFEST, content_key, fetched, file_digests
 from efx.errors import UsageError, nearest
 
@@ -132,7 +132,7 @@ def check_present(spec, key):
     if kind == "mix":
         for component in mixture.parse(name, argument):
             check_present(component, key)
-    elif storage.is_remote(argument):
+    elif io.is_remote(argument):
         return
     elif kind == "tokens":
         if not os.path.isdir(os.path.expanduser(argument)):
@@ -148,7 +148,7 @@ def matching(name, pattern, root=None):
 
     Those in an object store are copied into the cache folder `root`.
     """
-    if storage.is_remote(pattern):
+    if io.is_remote(pattern):
         return _fetched(name, pattern, root)
     return sorted(_some(name, pattern, _matching(pattern)))
 
@@ -176,7 +176,7 @@ def _below(top):
     def files():
         for folder, folders, names in os.walk(top):
             here = [f for f in folders if not f.startswith(".")]
-            folders[:] = [f for f in here if not runfolder.is_run(os.path.join(folder, f))]
+            folders[:] = [f for f in here if not run_dir.is_run(os.path.join(folder, f))]
             yield from (os.path.join(folder, f) for f in names if not f.startswith("."))
 
     return _without_runs(top, files())
@@ -186,10 +186,10 @@ def _without_runs(top, paths):
     """Iterator over the paths below a folder that are in no run's folder, nor, where it is one
     itself, what a run writes into it: a run that keeps its folder within its text would find
     another text when it goes on."""
-    is_run = functools.cache(runfolder.is_run)
+    is_run = functools.cache(run_dir.is_run)
     for path in paths:
         parts = Path(os.path.relpath(path, top)).parts
-        if parts[0] in runfolder.WRITTEN and is_run(top):
+        if parts[0] in run_dir.WRITTEN and is_run(top):
             continue
         if not any(is_run(os.path.join(top, *parts[:i])) for i in range(1, len(parts))):
             yield path
@@ -216,7 +216,7 @@ def _fetched(name, address, root):
 
 
 def _text_files(name, argument, root):
-    if storage.is_remote(argument):
+    if io.is_remote(argument):
         return _fetched(name, argument, root)
     path = os.path.expanduser(argument)
     if not os.path.isdir(path):
@@ -358,7 +358,7 @@ class ArrayRecords:
 def _fields(record):
     """`record` as JSON or else msgpack, or None."""
     try:
-        return reading.parse_json(record)
+        return io.parse_json(record)
     except ValueError:
         import msgpack
 

@@ -6,7 +6,7 @@ so such a run can be on any machine that has the corpus (an expert of cBTM is su
 
 import json
 
-from efx import reading, storage
+from efx import io
 from efx.data.disk_cache import content_key
 from efx.data.sources import document_digest
 from efx.errors import UsageError
@@ -32,14 +32,14 @@ class Subset:
     def load(cls, path):
         """Raises UsageError if the file is missing or damaged."""
         setting = f"config.data.subset={str(path)!r}"
-        path = storage.local_path(path, "config.data.subset")
+        path = io.local_path(path, "config.data.subset")
         if not path.is_file():
             raise UsageError(
                 f"{setting}: there is no such file; --mode=cluster writes one for each cluster"
             )
         try:
             # A list of all documents of a large corpus is large.
-            stored = reading.parse_json(path.read_text())
+            stored = io.parse_json(path.read_text())
             subset = cls(stored["documents"])
             sound = subset.key == stored["sum"]
         except (ValueError, TypeError, KeyError):

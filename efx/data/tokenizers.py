@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from efx import atomic, reading, storage
+from efx import io
 from efx.data.disk_cache import content_key
 from efx.errors import UsageError, nearest
 
@@ -89,7 +89,7 @@ class Tokenizer:
 
     def save(self, path):
         """Write tokenizer.json atomically."""
-        atomic.write_text(Path(path), self.to_json())
+        io.write_text(Path(path), self.to_json())
 
     @property
     def fingerprint(self):
@@ -202,7 +202,7 @@ def parse(spec):
         return "bpe", size
     if kind == "hf" and argument:
         return "hf", argument
-    path = storage.local_path(spec, "config.data.tokenizer")
+    path = io.local_path(spec, "config.data.tokenizer")
     file = path / "tokenizer.json" if spec and path.is_dir() else path
     if file.is_file():
         return "file", file
@@ -250,8 +250,8 @@ def load_tokenizer(path):
       UsageError: no such file, or not a tokenizer.
     """
     try:
-        text = reading.read_text(storage.folder(path, "the tokenizer"))
-        fields = reading.parse_json(text)
+        text = io.read_text(io.folder(path, "the tokenizer"))
+        fields = io.parse_json(text)
         if fields.get("kind") == "bytes":
             return ByteTokenizer()
         if fields.get("kind") == "chars":

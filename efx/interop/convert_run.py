@@ -15,18 +15,22 @@ import numpy as np
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from efx import build, models, run_settings, runfolder, settings, sharding, storage
-from efx import step as step_lib
+from efx import io, models, run_dir
 from efx.checkpoint.params import fingerprint
-from efx.config import config_of_run
+from efx.config import schema
+from efx.config.load import config_of_run, to_config, typed
+from efx.config.run import default_config
 from efx.configs import convert_mod
 from efx.errors import UsageError, nearest
-from efx.flops import count_params
 from efx.interop import new_run
+from efx.layers.flops import count_params
 from efx.layers.stack import convert_layers, scan_params
-from efx.metrics import quantity
-from efx.metrics.progress import is_primary
+from efx.logging import quantity
+from efx.logging.progress import is_primary
+from efx.parallel import multihost, sharding
 from efx.routing import parameters
+from efx.train import setup
+from efx.train import step as step_lib
 
 KINDS = ("mod", "layer_drop")
 # Settings of the model that may differ from the parent's.
@@ -48,12 +52,12 @@ def config_for(folder, to, config=None):
     parent = config_of_run(folder, "--from")
     _check_parent(parent, folder, to)
     if config is None:
-        config = run_settings.typed(parent)
-        config.init = run_settings.known().init
+        config = typed(parent)
+        config.init = default_config().init
         config.optim.frozen, config.optim.lr_multipliers = "", ()
         config.update_from_flattened_dict(convert_mod.RECIPE)
     else:
-        run_settings.check(config)
+        to_config(config)
         if config.model.family != "decoder":
             raise UsageError(
                 f"config.model.family={config.model.family!r}: --mode=convert writes a "
@@ -81,18 +85,18 @@ def convert(config, folder, to, workdir, *, command_line=()):
     Returns: {"parameters": their number}.
     Raises: UsageError, also for a workdir that holds a run; nothing is written then.
     """
-    config, parent_path = run_settings.check(config), _absolute_path(folder)
+    config, parent_path = to_config(config), _absolute_path(folder)
     _check_config(config, config_of_run(folder, "--from"), to)
-    build.check_tokenizer(config, "--from", parent_path)
+    setup.check_tokenizer(config, "--from", parent_path)
     if config.adapter.kind != "none":  # whose base a run has to name
-        config = settings.replaced(config, {"init.run": parent_path})
-    runfolder.check_shared(workdir)
-    with runfolder.Lock(workdir) as lock:
+        config = schema.replaced(config, {"init.run": parent_path})
+    multihost.check_shared(workdir)
+    with run_dir.Lock(workdir) as lock:
         opened = new_run.open_new(workdir, config, command_line)
-        of = build.on_devices_of(config, folder, "--from")
-        parent, step, params, averages = build.finished(of, folder)
-        e = build.without_text(config, parent.tokenizer.vocab_size)
-        training = build.Training(e)
+        of = setup.on_devices_of(config, folder, "--from")
+        parent, step, params, averages = setup.finished(of, folder)
+        e = setup.without_text(config, parent.tokenizer.vocab_size)
+        training = setup.Training(e)
         with sharding.use(e.mesh, e.rules):
             found = fingerprint(params, e.model.vocab_size)
             state, new = _state(training, parent.model, {"params": params, **averages}, to)
@@ -118,7 +122,7 @@ def convert(config, folder, to, workdir, *, command_line=()):
 
 def _absolute_path(folder):
     """Absolute path, because the next launch may have another working directory."""
-    return str(folder if storage.is_remote(folder) else storage.folder(folder).resolve())
+    return str(folder if io.is_remote(folder) else io.folder(folder).resolve())
 
 
 def _check_parent(parent, folder, to):
@@ -147,7 +151,7 @@ def _check_parent(parent, folder, to):
 
 def _inherited_settings(parent, to):
     """{key of config.model: value} that the new run has to have."""
-    model = runfolder.dotted(parent.model.to_dict())
+    model = run_dir.dotted(parent.model.to_dict())
     settings_of_model = {key: value for key, value in model.items() if not re.fullmatch(_FREE, key)}
     settings_of_model["context"] = settings_of_model["context"] or parent.data.seq_len
     if to == "layer_drop":
@@ -162,7 +166,7 @@ def _kept_blocks(depth):
 
 def _check_config(config, parent, to):
     """Raise UsageError for a setting with which the model would not start as its parent."""
-    routing, plain = config.model.depth_routing, runfolder.dotted(settings.as_dict(config.model))
+    routing, plain = config.model.depth_routing, run_dir.dotted(schema.as_dict(config.model))
     if routing.kind != ("mod" if to == "mod" else "none"):
         raise UsageError(
             f"config.model.depth_routing.kind={routing.kind!r}: --to={to} writes "
@@ -183,16 +187,16 @@ def _check_config(config, parent, to):
 
 def _text_records(data, folder, tokenizer):
     """(files, entries of run.json) about the text. The same text keeps the parent's split."""
-    files = {runfolder.TOKENIZER_FILE: tokenizer, runfolder.HELD_OUT_FILE: None}
-    entries = {"tokenizer": runfolder.checksum(tokenizer)}
+    files = {run_dir.TOKENIZER_FILE: tokenizer, run_dir.HELD_OUT_FILE: None}
+    entries = {"tokenizer": run_dir.checksum(tokenizer)}
     same = all(
-        getattr(data, key) == runfolder.recorded_setting(folder, f"data.{key}")
-        for key in (*build.OF_THE_TEXT, "subset")
+        getattr(data, key) == run_dir.recorded_setting(folder, f"data.{key}")
+        for key in (*setup.OF_THE_TEXT, "subset")
     )
-    record = runfolder.run_record(folder)
-    if same and runfolder.recorded_origin(folder) is not None:
-        path = storage.folder(folder) / runfolder.HELD_OUT_FILE
-        files[runfolder.HELD_OUT_FILE] = path.read_text("utf-8") if path.is_file() else None
+    record = run_dir.run_record(folder)
+    if same and run_dir.recorded_origin(folder) is not None:
+        path = io.folder(folder) / run_dir.HELD_OUT_FILE
+        files[run_dir.HELD_OUT_FILE] = path.read_text("utf-8") if path.is_file() else None
         entries |= {name: record[name] for name in ("text", "subset") if name in record}
     return files, entries
 

@@ -9,16 +9,18 @@ import json
 
 import jax
 
-from efx import build, run_settings, runfolder, storage, use
+from efx import io, run_dir
+from efx.config.load import to_config
 from efx.data.bpe import END_OF_TEXT, byte_of_character
 from efx.data.tokenizers import ByteTokenizer, CharTokenizer
 from efx.errors import UsageError, nearest
-from efx.flops import count_params
 from efx.interop import hf, own_format
 from efx.interop.hf_config import ARCHITECTURES
 from efx.interop.weights import SHARD_BYTES, WRITTEN_DTYPES
-from efx.metrics import quantity
+from efx.layers.flops import count_params
+from efx.logging import quantity
 from efx.routing.calibrate import calibrate
+from efx.train import finished_run, setup
 
 # How the tokenizer of Qwen2 splits a text. transformers makes its own of the tokens of any folder
 # with this architecture, so that another tokenizer would give other ids there.
@@ -47,17 +49,17 @@ def export_run(config, workdir, folder, *, step=None, dtype=None, shard_bytes=SH
         raise UsageError(f"--dtype={dtype}: expected {known}{nearest(dtype, WRITTEN_DTYPES)}")
     if jax.process_count() > 1:
         raise UsageError("--mode=export runs in one process: start it without several processes")
-    if runfolder.kind_of_result(workdir) == "clustering":
+    if run_dir.kind_of_result(workdir) == "clustering":
         raise UsageError(
             f"--workdir={workdir} is an ensemble, and these are not exported; export one of "
             "the run folders in it"
         )
-    checked = run_settings.check(config)
+    checked = to_config(config)
     own_format.check(checked.model, checked.adapter.kind)
-    hf.check_new(storage.local_folder(folder, "--to"))
+    hf.check_new(io.local_folder(folder, "--to"))
     calibration = checked.evaluate.calibrate
     splits = ("train",) if calibration else ()
-    built, step, params, variables = build.finished(config, workdir, step, splits=splits)
+    built, step, params, variables = setup.finished(config, workdir, step, splits=splits)
     if calibration:
         batches = itertools.islice(built.data.train_iterator(), calibration)
         variables = calibrate(built.model, params, variables, batches)
@@ -69,7 +71,7 @@ def export_run(config, workdir, folder, *, step=None, dtype=None, shard_bytes=SH
         state=variables.get("state"),
         ids=_ids(built.tokenizer),
         files=files,
-        without=foreign_architectures(files[runfolder.TOKENIZER_FILE]),
+        without=foreign_architectures(files[run_dir.TOKENIZER_FILE]),
         dtype=dtype,
         shard_bytes=shard_bytes,
     )
@@ -79,7 +81,7 @@ def export_run(config, workdir, folder, *, step=None, dtype=None, shard_bytes=SH
         by = f"as {ARCHITECTURES[kind].name}, for {hf.TRANSFORMERS}"
     parameters = quantity(count_params(params), "parameters")
     print(f"{folder}: {parameters} of {workdir}, step {step}, {by}")
-    if other := use.other_model(built.config, workdir):
+    if other := finished_run.other_model(built.config, workdir):
         print(other)
     return contents
 
@@ -99,7 +101,7 @@ def tokenizer_files(tokenizer, context):
         **names,
     }
     return {
-        runfolder.TOKENIZER_FILE: text,
+        run_dir.TOKENIZER_FILE: text,
         "tokenizer_config.json": json.dumps(settings, indent=2) + "\n",
         "generation_config.json": json.dumps(_ids(tokenizer), indent=2) + "\n",
     }

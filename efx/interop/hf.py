@@ -21,7 +21,7 @@ from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError
 
-from efx import atomic, memory, models, runfolder
+from efx import io, models
 from efx.errors import UsageError
 from efx.interop import hf_config, own_format
 from efx.interop.hf_config import complete, config_from_hf, config_to_hf, find_architecture
@@ -37,6 +37,7 @@ from efx.interop.weights import (
 )
 from efx.layers.stack import scan_params, unroll_params
 from efx.routing import parameters
+from efx.train import memory
 
 # Supported versions; the tests load exports with the oldest and the newest.
 TRANSFORMERS = "transformers>=4.57.1,<6"
@@ -374,7 +375,7 @@ def save_hf(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _check_space(folder, target, size_of(arrays, dtype) + sum(map(len, files.values())))
-        with atomic.replacing(target) as part:
+        with io.replacing(target) as part:
             part.mkdir()
             for name, text in files.items():
                 (part / name).write_text(text, encoding="utf-8")
@@ -413,7 +414,7 @@ def _check_space(folder, target, needed):
 
 
 def _reason(error):
-    return runfolder.reason(error) if isinstance(error, OSError) else in_a_line(error)
+    return io.describe_os_error(error) if isinstance(error, OSError) else in_a_line(error)
 
 
 def _arrays(model, style, shapes):

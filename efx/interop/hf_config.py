@@ -9,7 +9,7 @@ import dataclasses
 import operator
 from collections.abc import Callable
 
-from efx import settings
+from efx.config import schema
 from efx.errors import UsageError, nearest
 
 # Keys that carry no mathematics of a forward pass: who made the file and with what, special tokens
@@ -580,7 +580,7 @@ def find_architecture(model, without=()):
     if problem := _without_place(model):
         return None, problem
     c, nearest_one = model.config, None
-    c = settings.replaced(with_biases(c), {"mlp.hidden": c.mlp.hidden_size(c.width)})
+    c = schema.replaced(with_biases(c), {"mlp.hidden": c.mlp.hidden_size(c.width)})
     for kind, architecture in ARCHITECTURES.items():
         config = dict(
             model_type=kind,
@@ -609,7 +609,7 @@ def with_biases(c):
     """A config whose function is the same with biases of zero, if these are all that a GPT-2 has
     in addition."""
     if c.positions == "learned" and not c.use_bias and c.attention.bias == "none":
-        return settings.replaced(c, {"use_bias": True, "attention.bias": "all"})
+        return schema.replaced(c, {"use_bias": True, "attention.bias": "all"})
     return c
 
 
@@ -620,11 +620,11 @@ def _differences(c, hf):
     heads = changes["attention.num_heads"]
     changes["attention.num_kv_heads"] = changes["attention.num_kv_heads"] or heads
     changes["attention.head_dim"] = changes["attention.head_dim"] or changes["width"] // heads
-    read = settings.replaced(c, changes)
+    read = schema.replaced(c, changes)
     return {
         name: (ours, theirs)
         for (name, _, ours), (_, _, theirs) in zip(
-            settings.leaves(c), settings.leaves(read), strict=True
+            schema.leaves(c), schema.leaves(read), strict=True
         )
         if ours != theirs
     }

@@ -9,17 +9,22 @@ import jax
 import numpy as np
 from flax import linen as nn
 
-from efx import build, models, run_settings, runfolder, settings, sharding, storage
-from efx import step as step_lib
+from efx import io, models, run_dir
 from efx.checkpoint.params import fingerprint
+from efx.config import schema
+from efx.config.load import to_config
+from efx.config.run import default_config
 from efx.data.tokenizers import load_tokenizer
 from efx.errors import UsageError
-from efx.flops import count_params
 from efx.interop import hf, new_run
 from efx.interop.hf_config import ARCHITECTURES
 from efx.interop.weights import Weights
-from efx.metrics import quantity
-from efx.metrics.progress import is_primary
+from efx.layers.flops import count_params
+from efx.logging import quantity
+from efx.logging.progress import is_primary
+from efx.parallel import multihost, sharding
+from efx.train import setup
+from efx.train import step as step_lib
 
 # What an imported run trains by where no --config says it: a learning rate for parameters that are
 # trained already, and rows that fit into the memory of a small machine.
@@ -43,22 +48,22 @@ def config_for(folder, config=None):
         depth routing and what does not change what is computed. None: `RECIPE`.
     Raises: UsageError naming what efx cannot reproduce.
     """
-    folder = storage.local_path(folder, "--from")
+    folder = io.local_path(folder, "--from")
     if not folder.is_dir():
         raise UsageError(f"--from={folder}: there is no such folder")
     changes = hf.settings_of(folder, hf.read_config(folder))
     if config is None:
-        config = run_settings.known()
+        config = default_config()
         context = changes["model.context"]
         config.update_from_flattened_dict({**RECIPE, "data.seq_len": min(_SEQ_LEN, context)})
-    run_settings.check(config)
+    to_config(config)
     if config.model.family != "decoder":
         raise UsageError(
             f"config.model.family={config.model.family!r}: --mode=import writes a decoder; use "
             "another --config"
         )
     config.update_from_flattened_dict(changes)
-    config.data.tokenizer = str((folder / runfolder.TOKENIZER_FILE).resolve())
+    config.data.tokenizer = str((folder / run_dir.TOKENIZER_FILE).resolve())
     return config
 
 
@@ -72,24 +77,24 @@ def import_run(config, folder, workdir, *, command_line=()):
     Raises: UsageError for a folder that is not whole, or not of the model that its config.json
       describes, or a workdir that holds a run; nothing is written then.
     """
-    folder, config = storage.local_path(folder, "--from"), run_settings.check(config)
+    folder, config = io.local_path(folder, "--from"), to_config(config)
     hf_config = hf.read_config(folder)
     _check_config(config, hf.settings_of(folder, hf_config))
-    tokenizer = load_tokenizer(folder / runfolder.TOKENIZER_FILE)
-    if not build.is_tokenizer(config.data.tokenizer, tokenizer):
+    tokenizer = load_tokenizer(folder / run_dir.TOKENIZER_FILE)
+    if not setup.is_tokenizer(config.data.tokenizer, tokenizer):
         raise UsageError(
             f"config.data.tokenizer={config.data.tokenizer!r}: the model of --from={folder} "
-            f"needs its own {runfolder.TOKENIZER_FILE}; leave the setting out"
+            f"needs its own {run_dir.TOKENIZER_FILE}; leave the setting out"
         )
     weights = Weights(folder)
     rows = hf_config["vocab_size"]
     hf.check_size(folder, config.model, rows, weights)
     _check_vocabulary(folder, tokenizer.vocab_size, rows)
-    runfolder.check_shared(workdir)
-    with runfolder.Lock(workdir) as lock:
+    multihost.check_shared(workdir)
+    with run_dir.Lock(workdir) as lock:
         opened = new_run.open_new(workdir, config, command_line)
-        e = build.without_text(config, tokenizer.vocab_size)
-        training = build.Training(e)
+        e = setup.without_text(config, tokenizer.vocab_size)
+        training = setup.Training(e)
         params = hf.params_from_hf(weights, e.model, jax.random.key(config.seed), rows)
         with sharding.use(e.mesh, e.rules):
             state = _state(training, params)
@@ -99,8 +104,8 @@ def import_run(config, folder, workdir, *, command_line=()):
                 "parameters": fingerprint(state.params, e.model.vocab_size),
             }
             text = tokenizer.to_json()
-            files = {runfolder.TOKENIZER_FILE: text, runfolder.HELD_OUT_FILE: None}
-            entries = {"imported": imported, "tokenizer": runfolder.checksum(text)}
+            files = {run_dir.TOKENIZER_FILE: text, run_dir.HELD_OUT_FILE: None}
+            entries = {"imported": imported, "tokenizer": run_dir.checksum(text)}
             new_run.write(opened, lock, config, state, files, **entries)
     parameters = count_params(state.params)
     if is_primary():
@@ -109,7 +114,7 @@ def import_run(config, folder, workdir, *, command_line=()):
         if extra := rows - tokenizer.vocab_size:
             print(
                 f"{extra} of the {rows:,} rows of the embedding have no token in "
-                f"{runfolder.TOKENIZER_FILE} and are left out"
+                f"{run_dir.TOKENIZER_FILE} and are left out"
             )
     return {"parameters": parameters}
 
@@ -123,7 +128,7 @@ def _check_config(config, decided):
             "and train them in a run with config.init.run"
         )
     hf.check_dropout(config.model)
-    plain = runfolder.dotted(settings.as_dict(config))
+    plain = run_dir.dotted(schema.as_dict(config))
     for key, value in decided.items():
         mine = plain[key]
         shorter = key == "model.context" and plain["model.positions"] == "rope" and mine <= value
@@ -132,7 +137,7 @@ def _check_config(config, decided):
 
 
 def _check_vocabulary(folder, tokens, rows):
-    path = folder / runfolder.TOKENIZER_FILE
+    path = folder / run_dir.TOKENIZER_FILE
     if tokens > rows:
         raise UsageError(
             f"{path} has {tokens} ids, but the embedding has {rows} rows (vocab_size in "

@@ -23,12 +23,14 @@ import jax
 from rich.console import Console
 from rich.progress import track
 
-from efx import build, command_line, runfolder, storage, tables, use
-from efx.config import config_of_run
+from efx import io, run_dir
+from efx.config.load import config_of_run
 from efx.errors import UsageError, nearest
-from efx.flops import count_params
 from efx.interop.scoring import Scorer
+from efx.layers.flops import count_params
+from efx.logging import tables
 from efx.studies import cli
+from efx.train import finished_run, setup
 
 # Bootstrap resamples for standard errors of perplexities and the like.
 _RESAMPLES = 1000
@@ -85,25 +87,25 @@ class _Model:
         super().__init__()
         if jax.process_count() > 1:
             raise UsageError("lm-eval runs in one process: start it without several processes")
-        if runfolder.kind_of_result(workdir) == "clustering":
+        if run_dir.kind_of_result(workdir) == "clustering":
             raise UsageError(
                 f"--workdir={workdir} is an ensemble, and lm-eval does not run on these; use "
                 "one of the run folders in it"
             )
         config = config_of_run(workdir) if config is None else config
-        setup, self.step, params, variables = build.finished(config, workdir, step)
+        built, self.step, params, variables = setup.finished(config, workdir, step)
         self._info = {
             "workdir": str(workdir),
             "step": self.step,
-            "family": setup.model.config.family,
+            "family": built.model.config.family,
             "parameters": count_params(params),
         }
-        if other := use.other_model(setup.config, workdir):
+        if other := finished_run.other_model(built.config, workdir):
             self._info["other_model"] = other
         self._scorer = Scorer(
-            setup, {"params": params, **variables}, batch_size=batch_size, max_length=max_length
+            built, {"params": params, **variables}, batch_size=batch_size, max_length=max_length
         )
-        self._tokenizer, self._spent, self.costs = setup.tokenizer, [], Costs()
+        self._tokenizer, self._spent, self.costs = built.tokenizer, [], Costs()
 
     def get_model_info(self):
         """Entries for `config` in the results."""
@@ -262,10 +264,10 @@ def evaluate(workdir, tasks, *, num_fewshot=None, limit=None, log_samples=False,
     results["efx"] = model.costs.per_answer()
     text = json.dumps(results, indent=1, default=utils.handle_non_serializable)
     time = datetime.datetime.now().isoformat().replace(":", "-")
-    path = storage.folder(workdir) / "lm_eval" / f"results_{time}.json"
-    with runfolder.writing(path.parent):
+    path = io.folder(workdir) / "lm_eval" / f"results_{time}.json"
+    with io.report_write_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-    runfolder.write_atomic(path, text + "\n")
+    io.write_atomic(path, text + "\n")
     with _without_forks():
         print(utils.make_table(results))
         if "groups" in results:
@@ -369,7 +371,7 @@ def run(arguments):
         batch_size=arguments.batch_size,
         max_length=arguments.max_length,
         step=arguments.step,
-        config=command_line.parse(flags).config if arguments.extra else None,
+        config=flags.parse(flags).config if arguments.extra else None,
     )
 
 

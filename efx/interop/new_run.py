@@ -3,15 +3,17 @@
 import contextlib
 import shutil
 
-from efx import build, runfolder, settings, storage
+from efx import io, run_dir
+from efx.config import schema
 from efx.errors import UsageError
-from efx.metrics.progress import is_primary
+from efx.logging.progress import is_primary
+from efx.train import setup
 
 
 def open_new(workdir, config, command_line):
     """The `runfolder.OpenedRun` of a folder without a run; UsageError if there is one."""
-    opened = runfolder.open_run(
-        workdir, settings.as_dict(config), command_line=list(command_line), may_differ=(".*",)
+    opened = run_dir.open_run(
+        workdir, schema.as_dict(config), command_line=list(command_line), may_differ=(".*",)
     )
     if not opened.is_new:
         raise UsageError(f"--workdir={workdir} has a run; use a new folder")
@@ -27,7 +29,7 @@ def write(opened, lock, config, state, files, **entries):
     with _whole_or_not_at_all(opened.path):
         lock.take()
         record = opened.commit(files, **entries)
-        with build.checkpointer(opened.path, config.checkpoint) as checkpoints:
+        with setup.checkpointer(opened.path, config.checkpoint) as checkpoints:
             meta = {"seconds": 0.0, "flops": {"nominal": 0.0, "realised": 0.0}, "record": record}
             checkpoints.save(0, state, {"step": 0}, meta, force=True)
 
@@ -35,10 +37,10 @@ def write(opened, lock, config, state, files, **entries):
 @contextlib.contextmanager
 def _whole_or_not_at_all(workdir):
     """Takes a folder away again that was made in vain: a full disk is noticed at its end."""
-    was_there = storage.folder(workdir).exists()
+    was_there = io.folder(workdir).exists()
     try:
         yield
     except BaseException:
-        if not was_there and not storage.is_remote(workdir) and is_primary():
+        if not was_there and not io.is_remote(workdir) and is_primary():
             shutil.rmtree(workdir, ignore_errors=True)
         raise

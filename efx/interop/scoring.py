@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from efx import memory, models, sharding
+from efx import models
 from efx.errors import UsageError
 from efx.layers.stack import label
-from efx.sample import ROUTING, Sampler
+from efx.parallel import sharding
+from efx.sampling import ROUTING, Sampler
+from efx.train import memory
 
 SHORTEST = 32  # tokens of a row
 _LOGITS = 64  # positions of all rows whose logits are in memory at once

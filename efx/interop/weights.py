@@ -12,7 +12,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from efx import reading
+from efx import io
 from efx.errors import UsageError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -106,7 +106,7 @@ def _shards(index):
     if not isinstance(shards, dict) or not shards:
         raise UsageError(f"{index}: weight_map is not a table of arrays and their files")
     for name, shard in shards.items():
-        if not reading.is_plain_name(shard):
+        if not io.is_plain_name(shard):
             raise UsageError(f"{index}: weight_map lists {name} in {shard!r}, not a file name")
     return shards
 
@@ -114,7 +114,7 @@ def _shards(index):
 def read_json(path):
     """The contents of a file of a checkpoint."""
     try:
-        return reading.read_json(path)
+        return io.read_json(path)
     except FileNotFoundError:
         raise UsageError(f"{path} does not exist: not a Hugging Face checkpoint") from None
     except (OSError, ValueError) as error:

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx import sharding
 from efx.layers import kernels
 from efx.layers.dropout import ProbsDropout
 from efx.layers.linear import row_padding
+from efx.parallel import sharding
 
 MASKED = -1e30
 _MAX_CHUNKS = 8  # chunks are unrolled: more of them save FLOPs but cost compile time

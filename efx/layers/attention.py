@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx import flops, sharding
+from efx.layers import flops
 from efx.layers.attend import attend, attend_context
 from efx.layers.config import AttentionConfig
 from efx.layers.kv_cache import attend_cached
 from efx.layers.linear import Linear, mark_projection
 from efx.layers.norms import RMSNorm
-from efx.sharding import constrain
+from efx.parallel import sharding
+from efx.parallel.sharding import constrain
 
 
 class Attention(nn.Module):

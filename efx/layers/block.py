@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx import means
+from efx.layers import batch_means
 from efx.layers.attention import Attention
 from efx.layers.config import BlockConfig
 from efx.layers.learned_dropout import apply_mask, compute_kept_tokens, make_dropout
@@ -80,8 +80,8 @@ class Block(nn.Module):
         real_BT = call.real(len(y_BTD))
         kept_BT = jnp.any(mask_BTD > 0, axis=-1) & real_BT
         if not call.decode:
-            computed = means.over(kept_BT.astype(jnp.float32), real_BT)
-            means.sow(self, "stats", "mlp/computed_fraction", computed)
+            computed = batch_means.over(kept_BT.astype(jnp.float32), real_BT)
+            batch_means.sow(self, "stats", "mlp/computed_fraction", computed)
             sow_choice(self, "mlp_computed", kept_BT, call)
         m_BTD = compute_kept_tokens(self.mlp, y_BTD, kept_BT, c.dropout.attention.skip_tile)
         return apply_mask(norm_output(c, self.norm_mlp, m_BTD), mask_BTD)

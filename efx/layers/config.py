@@ -5,10 +5,7 @@ from typing import Literal, get_args
 
 import jax.numpy as jnp
 
-from efx.errors import UsageError
-from efx.layers.norms import NORMS
-from efx.routing import selection
-from efx.settings import (
+from efx.config.schema import (
     AtLeastOne,
     Count,
     Fraction,
@@ -21,6 +18,9 @@ from efx.settings import (
     Probability,
     block,
 )
+from efx.errors import UsageError
+from efx.layers.norms import NORMS
+from efx.routing import selection
 
 Activation = Literal["gelu", "gelu_tanh", "swiglu"]  # "gelu" is the exact one
 Norm = Literal[tuple(NORMS)]

@@ -1,6 +1,6 @@
-"""Nominal FLOPs of blocks for one sequence, by component; see `efx.flops` for conventions."""
+"""Nominal FLOPs of blocks for one sequence, by component; conventions: `efx.layers.flops`."""
 
-from efx import flops
+from efx.layers import flops
 from efx.routing.decisions import DECISIONS
 
 

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.sharding import PartitionSpec
 
-from efx import flops, sharding
 from efx.errors import UsageError, extra
+from efx.layers import flops
+from efx.parallel import sharding
 
 _RESIDUALS = "attention_residuals"  # name of what splash saves for its backward pass
 _is_residual = jax.checkpoint_policies.save_only_these_names(_RESIDUALS)

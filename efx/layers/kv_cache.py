@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx import sharding
 from efx.layers.attend import attend_cache, attend_masked, visible
+from efx.parallel import sharding
 from efx.routing.selection import distinct
 
 KEYS_AND_VALUES = "cached_key", "cached_value"

@@ -21,16 +21,15 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx import means
-from efx.layers import costs
+from efx.layers import batch_means, costs
 from efx.layers.attend import attend
 from efx.layers.config import BlockConfig, ElementwiseConfig
 from efx.layers.dropout import ProbsDropout, StandardDropout
 from efx.layers.kv_cache import attend_cached
 from efx.layers.linear import matmul
 from efx.layers.report import Report, choices_requested, sow_choice
+from efx.parallel.sharding import constrain, parameter
 from efx.routing.selection import add, in_rounds, take
-from efx.sharding import constrain, parameter
 
 # ---- functions of a mask -------------------------------------------------------------------------
 
@@ -113,11 +112,11 @@ def _mask_outputs(module, m, rounded, counted):
       counted: bool, the elements to average over; broadcasts to m.
     """
     element_means, masks = {}, []
-    if means.wanted(module):
+    if batch_means.wanted(module):
         weight = jnp.broadcast_to(counted.astype(jnp.float32), m.shape)
         count = jnp.sum(weight)
         values = {"losses": penalties(m), "stats": statistics(m, rounded)}
-        element_means = jax.tree.map(lambda y: means.Mean(jnp.sum(y * weight), count), values)
+        element_means = jax.tree.map(lambda y: batch_means.Mean(jnp.sum(y * weight), count), values)
     masks_requested = module.is_mutable_collection("masks") and not module.is_initializing()
     if masks_requested or choices_requested(module):
         masks = [(rounded, counted)]
@@ -128,9 +127,10 @@ def _sow_mask_outputs(module, element_means, masks, call):
     """Sow the results of `_mask_outputs`. `masks`: one mask, or its blocks of queries."""
     for collection, named in element_means.items():
         for name, mean in named.items():
-            means.sow(module, collection, name, mean)
+            batch_means.sow(module, collection, name, mean)
     if masks:
-        # int8: 1 kept, 0 dropped, -1 not counted. `efx.changes` compares successive evaluations.
+        # int8: 1 kept, 0 dropped, -1 not counted. `efx.train.selection_changes` compares
+        # successive evaluations.
         kept = (jnp.where(counted, rounded >= 0.5, -1) for rounded, counted in masks)
         module.sow("masks", "dropout/changed", tuple(part.astype(jnp.int8) for part in kept))
         kept = [_mean_of_tokens(rounded >= 0.5, counted) for rounded, counted in masks]

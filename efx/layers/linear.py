@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from efx import sharding
-from efx.sharding import parameter
+from efx.parallel import sharding
+from efx.parallel.sharding import parameter
 
 _PROJECTION = "projection"
 saves_projections = jax.checkpoint_policies.save_only_these_names(_PROJECTION)

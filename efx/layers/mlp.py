@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx.layers.linear import Linear
-from efx.sharding import constrain
+from efx.parallel.sharding import constrain
 
 
 @jax.checkpoint

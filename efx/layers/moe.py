@@ -21,13 +21,13 @@ import optax
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from efx import means
+from efx.layers import batch_means
 from efx.layers.config import MoEConfig
 from efx.layers.linear import broadcast, mark_projection
 from efx.layers.mlp import MLP, activate
 from efx.layers.report import sow_choice
+from efx.parallel.sharding import constrain, exchange, parameter
 from efx.routing import admission, selection
-from efx.sharding import constrain, exchange, parameter
 
 ROUTER_STD = 0.02
 # Logical axes of [E, B, C, D]: a device gathers tokens of its rows, then sends them to the devices
@@ -192,54 +192,58 @@ class MoE(MLP):
     # ---- losses and statistics ----
 
     def _report_token_choice(self, logits_BTE, expert_BTK, selected_BTE, admitted_BTE, valid_BT):
-        if not means.wanted(self):
+        if not batch_means.wanted(self):
             return
         c = self.config
         log_probs_BTE = jax.nn.log_softmax(logits_BTE, axis=-1)
         probs_BTE = jnp.exp(log_probs_BTE)
         # No-op experts are balanced like the others.
         chosen_BTE = jnp.sum(jax.nn.one_hot(expert_BTK, c.num_choices), axis=2)
-        load = means.over(chosen_BTE / c.top_k, valid_BT)
-        both = jnp.stack([load.total, means.over(probs_BTE, valid_BT).total])
+        load = batch_means.over(chosen_BTE / c.top_k, valid_BT)
+        both = jnp.stack([load.total, batch_means.over(probs_BTE, valid_BT).total])
         z_BT = jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1))
-        means.sow(self, "losses", "load_balance", means.Mean(both, load.count, load_balance))
-        means.sow(self, "losses", "router_z", means.over(z_BT, valid_BT))
+        batch_means.sow(
+            self, "losses", "load_balance", batch_means.Mean(both, load.count, load_balance)
+        )
+        batch_means.sow(self, "losses", "router_z", batch_means.over(z_BT, valid_BT))
         expert_load, noop_load = jnp.split(load.total, [c.num_experts])
         computed = jnp.sum(admitted_BTE, dtype=jnp.float32) / c.top_k
         dropped = jnp.sum(selected_BTE & ~admitted_BTE, dtype=jnp.float32) / c.top_k
         self._sow_statistics(
-            dropped_fraction=means.Mean(dropped, load.count),
-            entropy=means.over(-jnp.sum(probs_BTE * log_probs_BTE, axis=-1), valid_BT),
-            max_load=means.Mean(c.num_choices * expert_load, load.count, jnp.max),
-            noop_fraction=means.Mean(jnp.sum(noop_load), load.count),
-            computed_fraction=means.Mean(computed, load.count),
+            dropped_fraction=batch_means.Mean(dropped, load.count),
+            entropy=batch_means.over(-jnp.sum(probs_BTE * log_probs_BTE, axis=-1), valid_BT),
+            max_load=batch_means.Mean(c.num_choices * expert_load, load.count, jnp.max),
+            noop_fraction=batch_means.Mean(jnp.sum(noop_load), load.count),
+            computed_fraction=batch_means.Mean(computed, load.count),
         )
 
     def _report_expert_choice(
         self, logits_BTE, selected_BTE, admitted_BTE, topk_BTE, computed_BTE, valid_BT
     ):
-        if not means.wanted(self):
+        if not batch_means.wanted(self):
             return
         # The loss trains the causal selection, logit > 0, to predict the top-k.
         bce_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, topk_BTE.astype(jnp.float32))
-        means.sow(self, "losses", "expert_bce", means.over(jnp.mean(bce_BTE, axis=-1), valid_BT))
-        load = means.over(selected_BTE.astype(jnp.float32), valid_BT)
+        batch_means.sow(
+            self, "losses", "expert_bce", batch_means.over(jnp.mean(bce_BTE, axis=-1), valid_BT)
+        )
+        load = batch_means.over(selected_BTE.astype(jnp.float32), valid_BT)
         dropped = jnp.sum(selected_BTE & ~admitted_BTE, dtype=jnp.float32)
         entropy_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, jax.nn.sigmoid(logits_BTE))
         correct_BT = jnp.mean(selected_BTE == topk_BTE, axis=-1)
         unserved_BT = ~jnp.any(computed_BTE, axis=-1)
         self._sow_statistics(
-            dropped_fraction=means.Mean(dropped, jnp.sum(load.total)),
-            entropy=means.over(jnp.mean(entropy_BTE, axis=-1), valid_BT),
+            dropped_fraction=batch_means.Mean(dropped, jnp.sum(load.total)),
+            entropy=batch_means.over(jnp.mean(entropy_BTE, axis=-1), valid_BT),
             max_load=load.replace(function=max_over_mean),
             decided_fraction=load.replace(total=jnp.mean(load.total)),
-            accuracy=means.over(correct_BT, valid_BT),
-            unserved_fraction=means.over(unserved_BT.astype(jnp.float32), valid_BT),
+            accuracy=batch_means.over(correct_BT, valid_BT),
+            unserved_fraction=batch_means.over(unserved_BT.astype(jnp.float32), valid_BT),
         )
 
     def _sow_statistics(self, **statistics):
         for name, mean in statistics.items():
-            means.sow(self, "stats", f"moe/{name}", mean)
+            batch_means.sow(self, "stats", f"moe/{name}", mean)
 
     def _sow_choices(self, selected_BTE, computed_BTE, weight_BTE, call):
         """Sow, for each token, the experts that compute it (`served`), their `weights`, and the

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx.sharding import parameter
+from efx.parallel.sharding import parameter
 
 
 class LayerNorm(nn.Module):

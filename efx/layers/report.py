@@ -8,13 +8,13 @@ from flax import struct
 
 
 class Report(NamedTuple):
-    """Evaluation metrics of one feature; see `efx.evaluate.REPORTS` for all of them.
+    """Evaluation metrics of one feature; see `efx.train.evaluator.REPORTS` for all of them.
 
     Attributes:
       words: {metric: text in the line about an evaluation}; metrics are logged as `eval/<name>`.
       statistics: prefixes of sown `stats` that become metrics as they are, under the causal
         decisions.
-      rows: further metrics, of (model, tokens of a sequence, `efx.evaluate.Passes`).
+      rows: further metrics, of (model, tokens of a sequence, `efx.train.evaluator.Passes`).
       selections: of a model, the values of `Call.selection` beside "causal" that are evaluated.
       compared: of a model, the name of a collection of tuples of int8 arrays, or "". The fraction
         of their entries that changes from one evaluation to the next is logged under the sown name.

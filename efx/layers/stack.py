@@ -8,17 +8,17 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx import sharding
 from efx.errors import UsageError
 from efx.layers import kernels, linear
 from efx.layers.block import Block
 from efx.layers.config import BlockConfig, DenseFormerConfig, block_in_stack
 from efx.layers.soft_experts import SoftBlock
+from efx.parallel import sharding
+from efx.parallel.sharding import constrain, parameter
 from efx.routing import selection
 from efx.routing.config import DepthRoutingConfig
 from efx.routing.mod import MoDBlock
 from efx.routing.recursion import RecursionStep, SharedBlocks, recursion_steps
-from efx.sharding import constrain, parameter
 
 # Collections with a leading axis of layers in a scanned stack.
 _SCANNED = "params", "cache", "losses", "stats", "means", "masks", "state"

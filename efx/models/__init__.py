@@ -6,7 +6,8 @@
 
 `LanguageModel` (models/language_model.py) is the interface. Collections: `params`; `cache`
 (decoding: `decode=True, cache_size=...`); `losses` and `stats`, sown by the layers, and `means`,
-the sums that these are made of (efx/means.py); `state`, running averages that a checkpoint keeps.
+the sums that these are made of (efx/layers/batch_means.py); `state`, running averages that a
+checkpoint keeps.
 
 Axis letters, the suffixes of array names and the subscripts of einsums alike: B batch, T query
 position, S key position, D width, N query heads, K key and value heads, G query heads a kv head,
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from efx.config.schema import is_block, make, names_of, replaced
 from efx.errors import UsageError, nearest
 from efx.layers.stack import period
 from efx.models.adapters import AdapterConfig, adapt
@@ -37,7 +39,6 @@ from efx.models.variables import (  # noqa: F401  (public names of this package)
     unroll_variables,
     variable_shapes,
 )
-from efx.settings import is_block, make, names_of, replaced
 
 
 class Family(NamedTuple):

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from efx import flops, means
+from efx.config.schema import AtLeastOne, Count, Fraction, Number, block, check_regex
+from efx.layers import batch_means, flops
 from efx.layers.call import Call
 from efx.layers.linear import Linear, dot_float32
 from efx.layers.mlp import exact_gelu
@@ -32,10 +33,9 @@ from efx.layers.norms import LayerNorm
 from efx.layers.report import Report, sow_choice
 from efx.layers.stack import first_of_scanned, first_of_unrolled, period
 from efx.models.language_model import unrolled
+from efx.parallel.sharding import only_shapes, parameter
 from efx.routing import selection
 from efx.routing.admission import admit_new_tokens
-from efx.settings import AtLeastOne, Count, Fraction, Number, block, check_regex
-from efx.sharding import only_shapes, parameter
 
 ADAPTERS = Report({"adapter/experts_per_token": "; {:.2f} experts a token"}, ("adapter/",))
 
@@ -207,13 +207,15 @@ class Adapter(nn.Module):
         topk_BTE = select_topk(logit_BTE, c.capacity, call)
         run_BTE = topk_BTE if call.looks_ahead else admitted_BTE
         self._report(jnp.where(run_BTE, weight_BTE, 0.0), call)
-        if means.wanted(self):
+        if batch_means.wanted(self):
             bce_BTE = optax.sigmoid_binary_cross_entropy(logit_BTE, topk_BTE.astype(jnp.float32))
-            bce = means.over(jnp.mean(bce_BTE, axis=-1), valid_BT)
-            means.sow(self, "losses", "inclusion_bce", bce)
+            bce = batch_means.over(jnp.mean(bce_BTE, axis=-1), valid_BT)
+            batch_means.sow(self, "losses", "inclusion_bce", bce)
             selected = jnp.sum(selected_BTE, dtype=jnp.float32)
             dropped = selected - jnp.sum(admitted_BTE, dtype=jnp.float32)
-            means.sow(self, "stats", "adapter/dropped_fraction", means.Mean(dropped, selected))
+            batch_means.sow(
+                self, "stats", "adapter/dropped_fraction", batch_means.Mean(dropped, selected)
+            )
 
         slots = c.slots(length, call.looks_ahead)
         index_EBC = jax.vmap(selection.compact, in_axes=(2, None))(run_BTE, slots)
@@ -235,7 +237,7 @@ class Adapter(nn.Module):
         shape = weight_BTE.shape[:2]
         valid_BT = jnp.ones(shape, bool) if call is None else call.real(len(weight_BTE))
         sow_choice(self, "weights", jnp.where(valid_BT[..., None], weight_BTE, 0.0), call)
-        if not means.wanted(self):
+        if not batch_means.wanted(self):
             return
         used_BTE = (weight_BTE > 0).astype(jnp.float32)
         stats = {"experts_per_token": jnp.sum(used_BTE, axis=-1)}
@@ -245,7 +247,7 @@ class Adapter(nn.Module):
             entropy_BT = jnp.sum(jax.scipy.special.entr(weight_BTE), axis=-1)
             stats["effective_experts"] = jnp.exp(entropy_BT)
         for name, value_BT in stats.items():
-            means.sow(self, "stats", f"adapter/{name}", means.over(value_BT, valid_BT))
+            batch_means.sow(self, "stats", f"adapter/{name}", batch_means.over(value_BT, valid_BT))
 
 
 # ---- the model ---------------------------------------------------------------------------------

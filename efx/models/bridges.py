@@ -19,16 +19,15 @@ from typing import ClassVar, Literal
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx import flops, means
+from efx.config.schema import Count, Natural, NonNegative, Pieces, Places, block, replaced
 from efx.errors import UsageError
-from efx.layers import norms
+from efx.layers import batch_means, flops, norms
 from efx.layers.attention import Attention
 from efx.layers.call import Call
 from efx.layers.config import AttentionConfig, DropoutConfig, MuPConfig
 from efx.layers.linear import Linear
 from efx.models.language_model import LanguageModel
 from efx.routing.config import DepthRoutingConfig
-from efx.settings import Count, Natural, NonNegative, Pieces, Places, block, replaced
 
 
 @block("config.model")
@@ -102,7 +101,7 @@ class Bridge(nn.Module):
 class Bridged(LanguageModel):
     """Tokens to logits; see `efx.models` for the contract and `BridgedConfig` for each setting.
 
-    `build.py` makes the members from their run folders; `efx.checkpoint.start` restores their
+    `build.py` makes the members from their run folders; `efx.checkpoint.init_from` restores their
     parameters.
     """
 
@@ -158,7 +157,7 @@ class Bridged(LanguageModel):
             return h_BTD + delta_BTD
 
         # Bridges train by the cross-entropy alone, not by the losses of the anchor's routers.
-        with intercept_layers(self.anchor_model.path, add_bridges), means.without_losses():
+        with intercept_layers(self.anchor_model.path, add_bridges), batch_means.without_losses():
             return self.anchor_model.features(*arguments)
 
     def _states(self, model, arguments):
@@ -169,7 +168,7 @@ class Bridged(LanguageModel):
             outputs[layer] = h_BTD
             return h_BTD
 
-        with intercept_layers(model.path, record), means.without_losses():
+        with intercept_layers(model.path, record), batch_means.without_losses():
             model.features(*arguments)
         return [outputs[layer] for layer in self._bridged_layers(model)]
 

@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+from efx.config.schema import Count, Natural, NonNegative, Pieces, Places, Positive, block
 from efx.layers.config import (
     AttentionConfig,
     BlockConfig,
@@ -15,7 +16,6 @@ from efx.layers.config import (
     SoftExpertsConfig,
 )
 from efx.routing.config import DepthRoutingConfig
-from efx.settings import Count, Natural, NonNegative, Pieces, Places, Positive, block
 
 # Regex of the settings that do not change the result of a model.
 SAME_MODEL = r"remat|scan_layers|vocab_multiple|attention\.(chunk|kernel)"

@@ -7,12 +7,12 @@ Pre-norm transformer with two presets (SPEC section 1): `gpt2` (Radford et al. 2
 import dataclasses
 from typing import Literal
 
+from efx.config.schema import block
 from efx.layers.block import make_norm
 from efx.layers.config import DenseFormerConfig, Norm, SoftExpertsConfig
 from efx.layers.stack import Stack, layer_specs
 from efx.models.config import ModelConfig, check_stack
 from efx.models.language_model import LanguageModel
-from efx.settings import block
 
 # Values of the settings that are None.
 PRESETS = {

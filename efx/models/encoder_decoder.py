@@ -24,17 +24,16 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx import flops, means
+from efx.config.schema import Natural, PiecesOrNone, block
+from efx.layers import batch_means, config, flops, norms
 from efx.layers import block as blocks
-from efx.layers import config, norms
 from efx.layers.learned_dropout import make_dropout
 from efx.layers.linear import Linear
 from efx.layers.stack import Layer, LayerSpec, Stack, by_path, stream_specs
 from efx.models.config import ModelConfig, check_stack
 from efx.models.language_model import LanguageModel
+from efx.parallel.sharding import constrain
 from efx.routing import selection
-from efx.settings import Natural, PiecesOrNone, block
-from efx.sharding import constrain
 
 # ---- settings ----------------------------------------------------------------------------------
 
@@ -268,7 +267,7 @@ class EmbeddingLoss(nn.Module):
         s_BTD = norms.LayerNorm(**options, name="norm_encoder")(jax.lax.stop_gradient(e_BTD))
         loss_BT = distance(self.kind, running_mean(a_BTD, segment_ids_BT), s_BTD)
         real_BT = None if segment_ids_BT is None else segment_ids_BT > 0
-        means.sow(self, "losses", "embedding", means.over(loss_BT, real_BT))
+        batch_means.sow(self, "losses", "embedding", batch_means.over(loss_BT, real_BT))
 
 
 def running_mean(x_BTD, segment_ids_BT=None):
@@ -331,7 +330,7 @@ class EncoderDecoder(LanguageModel):
             streams = self.layers(start_decoder(streams), call)
         e_BTD, d_BTD = self.last(streams, call)
         has_loss = c.embedding_loss != "none" and not call.decode
-        if has_loss and (means.wanted(self) or self.is_initializing()):
+        if has_loss and (batch_means.wanted(self) or self.is_initializing()):
             self.loss(embedded_BTD, e_BTD, call.segment_ids_BT)
         x_BTD = self.norm_final(d_BTD)
         if c.output_positions != "none":

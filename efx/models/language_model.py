@@ -6,16 +6,15 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx import flops
 from efx.errors import UsageError
-from efx.layers import attend, costs, mup
+from efx.layers import attend, costs, flops, mup
 from efx.layers.block import with_dropout
 from efx.layers.call import CacheView, Call
 from efx.layers.learned_dropout import make_dropout, make_mask_input
 from efx.layers.linear import Embedding, Linear, broadcast
 from efx.layers.stack import by_path
+from efx.parallel.sharding import constrain, reshard
 from efx.routing.controls import TokenPlacement
-from efx.sharding import constrain, reshard
 
 # Logical axes of the token embedding, the position embedding and an untied output layer.
 TABLE_AXES, POSITION_AXES, HEAD_AXES = ("vocab", "table"), ("position", "table"), ("table", "vocab")

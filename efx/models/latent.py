@@ -27,9 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from efx import flops, means
+from efx.config.schema import Count, NonNegative, Pieces, PiecesOrNone, Places, block
 from efx.errors import UsageError
-from efx.layers import costs, learned_dropout, mup, norms
+from efx.layers import batch_means, costs, flops, learned_dropout, mup, norms
 from efx.layers.block import (
     Block,
     make_attention,
@@ -59,8 +59,7 @@ from efx.models.latent_calls import (
     run_layers,
     with_mask_input,
 )
-from efx.settings import Count, NonNegative, Pieces, PiecesOrNone, Places, block
-from efx.sharding import constrain, parameter
+from efx.parallel.sharding import constrain, parameter
 
 # ---- settings ----------------------------------------------------------------------------------
 
@@ -550,7 +549,7 @@ class LatentPrediction(nn.Module):
         loss_BT = 1.0 - jnp.sum(cosine_BTD, axis=-1)
         before_BT, after_BT = segment_ids_BS[:, :-1], segment_ids_BS[:, 1:]
         pairs_BT = (before_BT == after_BT) & (after_BT > 0)
-        means.sow(self, "losses", "latent_prediction", means.over(loss_BT, pairs_BT))
+        batch_means.sow(self, "losses", "latent_prediction", batch_means.over(loss_BT, pairs_BT))
 
 
 # ---- the model ---------------------------------------------------------------------------------
@@ -673,7 +672,7 @@ class Latent(LanguageModel):
         x_BSD = with_dropout(self.dropout_embedding, x_BSD, call)
         x_BSD = run_layers(self.layers, x_BSD, call)[:, c.memory_global :]
         has_loss = c.latent_loss.kind != "none" and not call.decode
-        if has_loss and (means.wanted(self) or self.is_initializing()):
+        if has_loss and (batch_means.wanted(self) or self.is_initializing()):
             segment_ids_BS = call.segment_ids_BT
             if segment_ids_BS is None:
                 segment_ids_BS = call.real(len(x_BSD)).astype(jnp.int32)

@@ -1,7 +1,6 @@
 """Nominal FLOPs of the levels of the grouped-latent transformer, for one row, by component."""
 
-from efx import flops
-from efx.layers import costs
+from efx.layers import costs, flops
 
 
 def level_flops(c, length):

@@ -9,7 +9,7 @@ from flax import linen as nn
 from efx.layers import kv_cache
 from efx.layers.stack import convert_layers, unroll_params
 from efx.models.language_model import unrolled
-from efx.sharding import only_shapes
+from efx.parallel.sharding import only_shapes
 
 
 def init(model, key):

@@ -5,10 +5,7 @@ import itertools
 import logging
 from typing import Literal
 
-from efx.errors import UsageError
-from efx.routing import controls, selection
-from efx.routing.decisions import DECISIONS, GATES
-from efx.settings import (
+from efx.config.schema import (
     AtLeastOne,
     Count,
     Fraction,
@@ -18,6 +15,9 @@ from efx.settings import (
     Probability,
     block,
 )
+from efx.errors import UsageError
+from efx.routing import controls, selection
+from efx.routing.decisions import DECISIONS, GATES
 
 Decision = Literal[tuple(DECISIONS)]
 

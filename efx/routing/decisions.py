@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from efx import flops, means
+from efx.layers import batch_means, flops
+from efx.parallel.sharding import parameter
 from efx.routing import selection
-from efx.sharding import parameter
 
 # Factor on the increment of a selected token, as a function of its score.
 GATES = {
@@ -153,20 +153,20 @@ def sow_decision(module, prefix, selected_BT, admitted_BT, real_BT, topk=None, l
         jnp.sum(y_BT, dtype=jnp.float32) for y_BT in (selected_BT, selected_BT & ~admitted_BT)
     )
     stats = {
-        "decided_fraction": means.Mean(count, tokens),
-        "overflow_fraction": means.Mean(lost, tokens),
-        "pairs_fraction": means.Mean(pairs, rows),
+        "decided_fraction": batch_means.Mean(count, tokens),
+        "overflow_fraction": batch_means.Mean(lost, tokens),
+        "pairs_fraction": batch_means.Mean(pairs, rows),
     }
     if topk is not None:
         topk_BT, valid_BT = topk
         both = jnp.sum(selected_BT & topk_BT, dtype=jnp.float32)
         is_right_BT = (selected_BT == topk_BT).astype(jnp.float32)
-        stats["accuracy"] = means.over(is_right_BT, valid_BT)
-        stats["precision"] = means.Mean(both, count)
-        stats["recall"] = means.Mean(both, jnp.sum(topk_BT, dtype=jnp.float32))
+        stats["accuracy"] = batch_means.over(is_right_BT, valid_BT)
+        stats["precision"] = batch_means.Mean(both, count)
+        stats["recall"] = batch_means.Mean(both, jnp.sum(topk_BT, dtype=jnp.float32))
     for name, value in stats.items():
-        means.sow(module, "stats", f"{prefix}/{name}", value)
+        batch_means.sow(module, "stats", f"{prefix}/{name}", value)
     if loss is not None:
         name, logit_BT = loss
         bce_BT = optax.sigmoid_binary_cross_entropy(logit_BT, topk_BT.astype(jnp.float32))
-        means.sow(module, "losses", name, means.over(bce_BT, valid_BT))
+        batch_means.sow(module, "losses", name, batch_means.over(bce_BT, valid_BT))

@@ -16,16 +16,17 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx import means, sharding
+from efx.layers import batch_means
 from efx.layers.block import SkipMLP
 from efx.layers.linear import dot_float32
 from efx.layers.moe import ROUTER_STD
 from efx.layers.norms import RMSNorm
 from efx.layers.report import sow_choice
+from efx.parallel import sharding
+from efx.parallel.sharding import parameter
 from efx.routing import admission, controls, decisions, selection
 from efx.routing.config import DepthRoutingConfig
 from efx.routing.decisions import DECISIONS, GATES
-from efx.sharding import parameter
 
 
 class MoDBlock(nn.Module):
@@ -147,7 +148,7 @@ class MoDBlock(nn.Module):
             logit_BT = getattr(self, name)(x_BTD, score_BT)
             eligible_BT = (logit_BT > 0) & valid_BT
             admitted[name] = self._admit(eligible_BT, call)
-            if means.wanted(self):
+            if batch_means.wanted(self):
                 loss, prefix = DECISIONS[name].loss, "router" if name == c.causal else name
                 if name == "aux_loss" and not c.bce_reaches_input:
                     # This loss must not train the layers below the router.
@@ -180,7 +181,7 @@ class MoDBlock(nn.Module):
             eligible_BT = control.select(call, seed, self.capacity) & valid_BT
             admitted_BT = self._admit(eligible_BT, call)
         sow_choice(self, "selected", eligible_BT, call)
-        if means.wanted(self):
+        if batch_means.wanted(self):
             decisions.sow_decision(self, "router", eligible_BT, admitted_BT, real_BT)
         return admitted_BT
 

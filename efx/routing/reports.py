@@ -5,9 +5,9 @@ sees what it saw in training. The number of tokens that a decision routes, and t
 measured in the pass that routes by this decision.
 """
 
+from efx.config.schema import replaced
 from efx.layers.report import Report
 from efx.layers.stack import label
-from efx.settings import replaced
 
 AGREEMENT = ("accuracy", "precision", "recall")
 

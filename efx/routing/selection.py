@@ -14,7 +14,7 @@ import numpy as np
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from efx import sharding
+from efx.parallel import sharding
 
 # Added to the causal limit: a burst of selected tokens early in a sequence is not dropped.
 HEADROOM = 4

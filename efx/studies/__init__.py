@@ -2,7 +2,7 @@
 
 import sys
 
-from efx import signals
+from efx.parallel import signals
 
 if sys.argv[:1] == ["-m"]:  # so Python calls a module that it is about to run
     signals.end_at_ctrl_c()  # until `cli.Parser.run` handles it

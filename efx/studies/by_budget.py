@@ -13,8 +13,8 @@ import re
 
 import numpy as np
 
-from efx import tables
 from efx.errors import UsageError
+from efx.logging import tables
 from efx.studies import plot
 from efx.studies.isoflop.report import LEVEL
 

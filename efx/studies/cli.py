@@ -8,8 +8,10 @@ import shlex
 import signal
 import sys
 
-from efx import signals, storage
+from efx import io
+from efx.config.load import to_config
 from efx.errors import UsageError, nearest
+from efx.parallel import signals
 from efx.studies import jobs
 
 
@@ -53,7 +55,7 @@ class Parser(argparse.ArgumentParser):
         arguments.command = f"{self.prog} {shlex.join(argv)}"
         try:
             if "workdir" in arguments:
-                storage.local_folder(arguments.workdir or "")
+                io.local_folder(arguments.workdir or "")
             if getattr(arguments, "jobs", 1) < 1:
                 raise UsageError(f"--jobs={arguments.jobs}: must be at least 1")
             with jobs.Stoppable():
@@ -127,11 +129,11 @@ def check_command(name, arguments, made=()):
 
     made: sources that runs before this one write, or that are written for it.
     """
-    from efx import command_line, run_settings
+    from efx.config import flags
     from efx.data.sources import check_present
 
     try:
-        config = run_settings.check(command_line.parse(["efx", *arguments]).config)
+        config = to_config(flags.parse(["efx", *arguments]).config)
         for key in ("source", "eval_source"):
             source = getattr(config.data, key)
             if source and source not in made:
@@ -164,7 +166,7 @@ def new_file(out, endings, example):
 
     endings: that it may have, such as (".html",); example: a name with one.
     """
-    path = storage.local_path(out, "--out")
+    path = io.local_path(out, "--out")
     if path.is_dir():
         raise UsageError(f"--out={out} is a folder; use a file in it, e.g. {path / example}")
     if path.suffix.lower() not in endings:

@@ -8,13 +8,13 @@ import pathlib
 import statistics
 import sysconfig
 
-from efx import tables
-from efx.config import with_variants
+from efx import io
+from efx.config.load import with_variants
 from efx.errors import UsageError
-from efx.metrics import portion
-from efx.runfolder import holds_result, write_atomic
+from efx.logging import portion, tables
+from efx.logging.tables import mean_and_spread
+from efx.run_dir import holds_result
 from efx.studies import cli, jobs, rehearsal
-from efx.tables import mean_and_spread
 
 _LIBRARY = sysconfig.get_paths()["stdlib"]
 # Parts of Python's library, which every machine has: code for the base, other text for the domains.
@@ -123,26 +123,26 @@ class SeedStudy:
 
     def evaluate(self, name):
         """{domain: evaluation} of a run's newest checkpoint, on the held-out part of each."""
-        from efx import use
-        from efx.checkpoint import files
-        from efx.config import config_of_run
+        from efx.checkpoint import manifest
+        from efx.config.load import config_of_run
         from efx.data.disk_cache import content_key
         from efx.data.opened import OpenedTexts
-        from efx.runfolder import CHECKPOINTS
+        from efx.run_dir import CHECKPOINTS
+        from efx.train import finished_run
 
         store = self.folder / "evaluations.json"
         stored = json.loads(store.read_text()) if store.exists() else {}
-        root, evaluations = files.as_root(self.path(name) / CHECKPOINTS), {}
-        newest = files.finished_steps(root)[-1]
-        weights = content_key(files.read_manifest(root / str(newest))["files"])
+        root, evaluations = manifest.as_root(self.path(name) / CHECKPOINTS), {}
+        newest = manifest.finished_steps(root)[-1]
+        weights = content_key(manifest.read_manifest(root / str(newest))["files"])
         for domain, source in self.domains.items():
             config = config_of_run(self.path(name))
             config.data.source = source
             # Keyed by contents: a run or a text that was replaced is evaluated again.
             key = f"{name} step {newest} on {domain}: {weights} {OpenedTexts(config.data).key()}"
             if key not in stored:
-                stored[key] = use.evaluate(config, self.path(name))
-                write_atomic(store, json.dumps(stored, indent=1) + "\n")
+                stored[key] = finished_run.evaluate(config, self.path(name))
+                io.write_atomic(store, json.dumps(stored, indent=1) + "\n")
             evaluations[domain] = stored[key]
         return evaluations
 
@@ -166,7 +166,7 @@ class SeedStudy:
         Args:
           runs: {domain: name of a run on it}, whose config decides what is read and held out.
         """
-        from efx.config import config_of_run
+        from efx.config.load import config_of_run
         from efx.data.opened import OpenedTexts
 
         path, texts = self.folder / "mixture.txt", []
@@ -176,7 +176,7 @@ class SeedStudy:
         text = interleaved(texts).decode(errors="replace")
         # Computed every time, so that a file of other domains or of older texts is replaced.
         if not path.exists() or path.read_bytes() != text.encode():
-            write_atomic(path, text)
+            io.write_atomic(path, text)
         return f"text:{path}"
 
 

@@ -20,10 +20,10 @@ import pathlib
 import statistics
 import sys
 
-from efx import runfolder, tables
-from efx.config import with_variants
+from efx import run_dir
+from efx.config.load import with_variants
 from efx.errors import UsageError
-from efx.metrics import portion
+from efx.logging import portion, tables
 from efx.studies import cli, rehearsal, sweep
 from efx.studies import jobs as jobs_lib
 
@@ -106,7 +106,7 @@ class Study:
         alone = [
             (name, commands[name], name == "scratch")
             for name in ("parent", "scratch")
-            if not runfolder.holds_result(self.folder(name, self.seeds[0]))
+            if not run_dir.holds_result(self.folder(name, self.seeds[0]))
         ]
         rehearsal.check(alone)
 
@@ -127,7 +127,7 @@ class Study:
             budget = fraction * parent["flops"]
         command = self.command(name, seed, budget)
         if name in self.conversions:
-            if not runfolder.holds_result(folder):
+            if not run_dir.holds_result(folder):
                 self._main(name, seed, command, cpus)
             command = [f"--workdir={folder}"]
         self._main(name, seed, command, cpus)
@@ -162,14 +162,14 @@ class Study:
     def _costs_and_speeds(self):
         """({name: nominal FLOPs of a token}, {name: tokens a second}) of the first seed's models,
         which sample a context full in turns, alone, at temperature 1."""
-        from efx import build
-        from efx.config import config_of_run
-        from efx.sample import Sampler
+        from efx.config.load import config_of_run
+        from efx.sampling import Sampler
+        from efx.train import setup
 
         costs, rates, samplers = {}, {}, {}
         for name in self.titles:
             folder = self.folder(name, self.seeds[0])
-            e, _, params, averages = build.finished(config_of_run(folder), folder)
+            e, _, params, averages = setup.finished(config_of_run(folder), folder)
             length = e.config.data.seq_len
             costs[name] = e.model.ledger(length, "causal").nominal_per_token
             samplers[name] = Sampler(e.model), {"params": params, **averages}, e

@@ -21,14 +21,14 @@ import sys
 import jax
 from flax import traverse_util
 
-from efx import tables
-from efx.config import load_config, override
+from efx.config.load import load_config, override
 from efx.errors import UsageError
 from efx.layers.stack import Layer
+from efx.logging import tables
 from efx.models.latent import Compress, Upsample
-from efx.step import evaluation_keys
 from efx.studies import cli
 from efx.studies.step_time import Stepper, random_tokens
+from efx.train.step import evaluation_keys
 
 MEASURED = (Layer, Compress, Upsample)
 # Settings of config.model in proportion to the width, 0 and () apart.

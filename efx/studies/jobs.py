@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 
+from efx.config.load import to_config
 from efx.errors import UsageError
-from efx.signals import ENDS_WITH, STOPPING
+from efx.parallel.signals import ENDS_WITH, STOPPING
 
 
 class Stopped(KeyboardInterrupt):
@@ -140,13 +141,14 @@ def _split_cpus(jobs):
 
 def _is_finished(arguments):
     """Whether `python -m efx.main` has nothing to do for a run: it has ended with this config."""
-    from efx import command_line, run_settings, train
+    from efx.config import flags
+    from efx.train import trainer
 
     try:
-        values = command_line.parse(["efx", *arguments])
+        values = flags.parse(["efx", *arguments])
         if values.mode != "train":
             return False
-        return train.is_finished(run_settings.check(values.config), values.workdir)
+        return trainer.is_finished(to_config(values.config), values.workdir)
     except UsageError:  # which the command itself reports
         return False
 

@@ -12,9 +12,9 @@ import statistics
 
 import numpy as np
 
-from efx import runfolder, storage
+from efx import io, run_dir
 from efx.errors import UsageError
-from efx.metrics import read_metrics
+from efx.logging import read_metrics
 
 # Columns that count from 0 on, so that a row without one lies between its neighbours.
 COUNTED = ("tokens", "flops", "flops_realised", "flops_teacher", "seconds")
@@ -65,18 +65,18 @@ class Run:
 def read_run(path):
     """The Run in a folder; UsageError if it has nothing to show."""
     try:
-        config, record = runfolder.recorded_config(path), runfolder.run_record(path)
+        config, record = run_dir.recorded_config(path), run_dir.run_record(path)
     except UsageError as error:
         raise UsageError(str(error).removeprefix("--workdir=")) from error
-    if not (storage.folder(path) / runfolder.METRICS_FILE).is_file():
-        raise UsageError(f"{path} has no {runfolder.METRICS_FILE}: nothing has been logged yet")
+    if not (io.folder(path) / run_dir.METRICS_FILE).is_file():
+        raise UsageError(f"{path} has no {run_dir.METRICS_FILE}: nothing has been logged yet")
     rows = [
         {name: number(value) for name, value in row.items() if _is_number(value)}
         for row in read_metrics(path)
     ]
     if not any(name in row for row in rows for name in _LOSSES):
         raise UsageError(
-            f"{path}/{runfolder.METRICS_FILE} has no row with one of {', '.join(_LOSSES)}: no "
+            f"{path}/{run_dir.METRICS_FILE} has no row with one of {', '.join(_LOSSES)}: no "
             "step has been logged yet"
         )
     return Run(path, config, record, rows)
@@ -135,7 +135,7 @@ def axis_values(run, axis):
 
 def differing(configs):
     """[{dotted key: value}] of the settings of each run that are not the same in all of them."""
-    runs = [runfolder.dotted(config) for config in configs]
+    runs = [run_dir.dotted(config) for config in configs]
     keys = [
         key
         for key in dict.fromkeys(key for settings in runs for key in settings)

@@ -30,8 +30,8 @@ import html
 import itertools
 import pathlib
 
+from efx import io
 from efx.errors import UsageError, extra
-from efx.runfolder import write_atomic
 from efx.studies import cli
 
 FOLDER = pathlib.Path(__file__).parent / "pages"
@@ -182,7 +182,7 @@ def write_page(path, title, sections, about=""):
         scripts=[(script, _hash(script)) for script in scripts],
     )
     # Names of files may have bytes that are no text.
-    write_atomic(path, text.encode("utf-8", "replace").decode("utf-8"))
+    io.write_atomic(path, text.encode("utf-8", "replace").decode("utf-8"))
 
 
 def frame(path, height=700):

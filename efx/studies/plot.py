@@ -19,8 +19,9 @@ import sys
 
 import numpy as np
 
-from efx import runfolder, tables
+from efx import io, run_dir
 from efx.errors import UsageError, nearest
+from efx.logging import tables
 from efx.studies import cli, logged
 
 
@@ -73,7 +74,7 @@ def names(workdirs, settings):
     for name, of in zip(_folders(workdirs), settings, strict=True):
         changed = [f"{key.removeprefix('model.')}={value}" for key, value in of.items()]
         name += f" ({', '.join(changed)})" if changed else ""
-        said.append(runfolder.shortened(name, 80))
+        said.append(run_dir.shortened(name, 80))
     if len(set(said)) < len(said):
         said = [f"{name} [{workdir}]" for name, workdir in zip(said, workdirs, strict=True)]
     return said
@@ -139,7 +140,7 @@ def plot(arguments):
             what = f"{count} of {arguments.y} after its last {arguments.x}"
             said.append(f"left out of {name}: {what}")
     drawn = {name: smoothed(points, arguments.smooth) for name, points in curves.items()}
-    with runfolder.writing(out):
+    with io.report_write_errors(out):
         draw(drawn, arguments.x, arguments.y, out, arguments.log_x)
         with open(out.with_suffix(".csv"), "w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)

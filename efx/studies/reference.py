@@ -19,10 +19,10 @@ import pathlib
 import statistics
 import sys
 
-from efx import run_settings, runfolder, storage, tables
-from efx.config import load_config
+from efx import io, run_dir
+from efx.config.load import load_config, to_config
 from efx.errors import UsageError, nearest
-from efx.metrics import read_metrics
+from efx.logging import read_metrics, tables
 from efx.studies import cli, results
 from efx.studies.isoflop import points
 
@@ -86,8 +86,8 @@ def at_steps(seeds):
 
 def read_run(folder):
     """{settings, text, tokenizer, seed, device, revision, steps, curves} of a run folder."""
-    config, record = runfolder.recorded_config(folder), runfolder.run_record(folder)
-    if not (storage.folder(folder) / runfolder.METRICS_FILE).is_file() or "launches" not in record:
+    config, record = run_dir.recorded_config(folder), run_dir.run_record(folder)
+    if not (io.folder(folder) / run_dir.METRICS_FILE).is_file() or "launches" not in record:
         raise UsageError(f"{folder}: no step has been logged yet")
     rows = read_metrics(folder)
     curves = {
@@ -99,8 +99,8 @@ def read_run(folder):
         "text": record.get("text"),
         "tokenizer": record.get("tokenizer"),
         "seed": config["seed"],
-        "device": ", ".join(dict.fromkeys(map(runfolder.machine_of, record["launches"]))),
-        "revision": runfolder.revision_of(record["launches"][-1]),
+        "device": ", ".join(dict.fromkeys(map(run_dir.machine_of, record["launches"]))),
+        "revision": run_dir.revision_of(record["launches"][-1]),
         "curves": curves,
     }
 
@@ -210,7 +210,7 @@ def _settings(name, recipe):
 
 def todays_settings(name):
     config, changes = RECIPES[name]
-    return points.expected_settings(run_settings.check(load_config(config, changes)))
+    return points.expected_settings(to_config(load_config(config, changes)))
 
 
 # ---- the file ------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import math
 import subprocess
 import sys
 
+from efx.config.load import to_config
 from efx.errors import UsageError
 
 # Where systems show their accelerators. With one, memory is not that of this machine's CPU.
@@ -54,13 +55,14 @@ def main():
         return 2
     import jax
 
-    from efx import command_line, compile_cache, run_settings
+    from efx.config import flags
+    from efx.parallel import compile_cache
 
     parsed, configs = [], {}
     try:
         for name, arguments, gets_flops in runs:
-            values = command_line.parse(["efx", *arguments])
-            config = run_settings.check(values.config)
+            values = flags.parse(["efx", *arguments])
+            config = to_config(values.config)
             configs[values.workdir] = config
             parsed.append((name, config, _device_count(config, values.cpu_devices), gets_flops))
         jax.config.update("jax_platforms", "cpu")
@@ -82,9 +84,10 @@ def main():
 
 def _device_count(config, cpu_devices):
     """How many devices a mesh has at least: with a size of -1 it takes all that there are."""
-    from efx import settings, sharding
+    from efx.config import schema
+    from efx.parallel import sharding
 
-    mesh = settings.as_dict(config.mesh)
+    mesh = schema.as_dict(config.mesh)
     sizes = [mesh[name] for name in sharding.MESH_AXES]
     return cpu_devices or math.prod(size for size in sizes if size > 0)
 
@@ -99,25 +102,27 @@ def flops_of(config, count, budget, made):
     """
     import jax
 
-    from efx import build, settings, sharding
-    from efx.evaluate import Evaluator
+    from efx.config import schema
+    from efx.parallel import sharding
+    from efx.train import setup
+    from efx.train.evaluator import Evaluator
 
-    build.check_runs_named(config, made)
+    setup.check_runs_named(config, made)
     vocab_size, is_known = _vocab_size(config, made)
     changes = {"mesh.dcn_data": 0}
     if has_accelerators():  # which the kernel may be for
         changes |= {
             name.removeprefix("config."): "auto"
-            for name, _, _ in settings.leaves(config)
+            for name, _, _ in schema.leaves(config)
             if name.endswith(".attention.kernel")
         }
     if budget and is_known:
         changes |= {"steps": 0, "train_flops": budget}
     elif budget != 0.0 or not (config.steps or is_known):
         changes |= {"steps": _NO_END, "train_flops": 0.0}
-    config = settings.replaced(config, changes)
-    e = build.without_text(config, vocab_size, jax.devices()[:count], of_run=True, made=made)
-    training = build.Training(e)
+    config = schema.replaced(config, changes)
+    e = setup.without_text(config, vocab_size, jax.devices()[:count], of_run=True, made=made)
+    training = setup.Training(e)
     if count == jax.device_count() and not has_accelerators():
         training.check_memory()
         with sharding.use(e.mesh, e.rules):
@@ -135,11 +140,11 @@ def has_accelerators():
 
 def _vocab_size(config, made):
     """(number of token ids, at least; whether it is that) without the text."""
-    from efx import build
     from efx.data import load_tokenizer, tokenizers
+    from efx.train import setup
 
     c = config.data
-    if saved := build.saved_tokenizer(config, made=made):
+    if saved := setup.saved_tokenizer(config, made=made):
         return load_tokenizer(saved).vocab_size, True
     if any(run in made for run in (config.init.run, *(run for _, run in config.model.member_runs))):
         return _ANY_VOCABULARY, False

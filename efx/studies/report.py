@@ -20,11 +20,11 @@ import sys
 
 import numpy as np
 
-from efx import reading, runfolder, storage, tables
+from efx import io, run_dir
 from efx.cbtm import CLUSTERS
 from efx.errors import UsageError, nearest
-from efx.metrics import portion
-from efx.metrics.writer import SAMPLES
+from efx.logging import portion, tables
+from efx.logging.writer import SAMPLES
 from efx.studies import cli, logged, page, plot, report_fits
 
 # {column of metrics.jsonl: title} of what the curves may be drawn over.
@@ -62,7 +62,7 @@ def collect(arguments):
     """([logged.Run], {name: report_fits.Study}, [what was left out and why]) of paths as given."""
     runs, studies, left_out = {}, {}, []
     for given in arguments:
-        path = storage.folder(given, "RUN")
+        path = io.folder(given, "RUN")
         if path.suffix == ".json" and path.is_file():
             studies[str(path)] = report_fits.read(path)
             continue
@@ -92,9 +92,9 @@ def collect(arguments):
 
 def _is_run(path):
     """A folder of cBTM is none, though it has a config: its seed and its experts are."""
-    if (path / CLUSTERS).is_dir() and not (path / runfolder.METRICS_FILE).exists():
+    if (path / CLUSTERS).is_dir() and not (path / run_dir.METRICS_FILE).exists():
         return False
-    return any((path / name).exists() for name in (runfolder.CONFIG_FILE, runfolder.METRICS_FILE))
+    return any((path / name).exists() for name in (run_dir.CONFIG_FILE, run_dir.METRICS_FILE))
 
 
 def _run_folders(path, depth=0):
@@ -169,7 +169,7 @@ def curves_block(runs, names, styles, offered, settings, by_byte):
             values = logged.axis_values(run, axis)
             of_axes[axis] = _short([values[row] for row in used])
         about = ", ".join(f"{key.removeprefix('model.')}={value}" for key, value in of.items())
-        words = {"name": name, "label": label, "about": runfolder.shortened(about, 1000)}
+        words = {"name": name, "label": label, "about": run_dir.shortened(about, 1000)}
         drawn.append(words | style | {"axes": of_axes, "columns": of_columns})
     data = {
         "axes": {axis: AXES[axis] for axis in axes},
@@ -241,7 +241,7 @@ def runs_table(runs, names, settings, styles, by_byte):
 def without_blocks_that_are_off(settings, config):
     """The settings of a run, {dotted key: value}, that do something in it: not those of a block
     whose kind is "none", nor of one for another kind than the one that is chosen."""
-    every = runfolder.dotted(config)
+    every = run_dir.dotted(config)
     chosen = {key.rpartition(".")[0]: kind for key, kind in every.items() if key.endswith(".kind")}
     off = {key.rpartition(".")[0] for key, on in every.items() if key.endswith(".on") and not on}
 
@@ -278,13 +278,13 @@ def _cell(value, form):
 def _setting(value):
     if type(value) in (int, float) and math.isfinite(value):
         return (str(value), value)
-    return runfolder.shortened(str(value), 200)
+    return run_dir.shortened(str(value), 200)
 
 
 def _machine(run):
     launches = run.record.get("launches", [])
     try:
-        return runfolder.machine_of(launches[-1])
+        return run_dir.machine_of(launches[-1])
     except (IndexError, KeyError, TypeError):  # of a record that somebody else wrote
         return None
 
@@ -349,7 +349,7 @@ def samples_block(runs, names, styles):
 def read_samples(workdir):
     """[{step, text}] of a run's last samples, by step."""
     paths = {}
-    folder = storage.folder(workdir) / SAMPLES
+    folder = io.folder(workdir) / SAMPLES
     for path in folder.glob("step_*.txt") if folder.is_dir() else ():
         number = path.stem.removeprefix("step_")
         if number.isdecimal() and len(number) < 16:
@@ -357,10 +357,10 @@ def read_samples(workdir):
     samples = []
     for step in sorted(paths)[-_MOST_SAMPLES:]:
         try:
-            text = reading.read_text(paths[step], _LARGEST_SAMPLE)
+            text = io.read_text(paths[step], _LARGEST_SAMPLE)
         except (OSError, ValueError) as error:
             text = f"(cannot be read: {error})"
-        samples.append({"step": step, "text": runfolder.shortened(text.strip(), _LONGEST_SAMPLE)})
+        samples.append({"step": step, "text": run_dir.shortened(text.strip(), _LONGEST_SAMPLE)})
     return samples
 
 

@@ -8,9 +8,9 @@ import re
 
 import numpy as np
 
-from efx import reading, runfolder, tables
+from efx import io
 from efx.errors import UsageError
-from efx.metrics import quantity
+from efx.logging import quantity, tables
 from efx.studies import isoflop, page
 from efx.studies.isoflop import picture
 from efx.studies.isoflop import report as isoflop_tables
@@ -71,7 +71,7 @@ class Study:
       optima: [Optima]; [] of one budget.
       budgets: those measured and those that are extrapolated to.
       forms: {column of the table of optima: format of its numbers}.
-      cells: {(budget, family): {column: cell}}, as in efx.tables.
+      cells: {(budget, family): {column: cell}}, as in efx.logging.tables.
       intervals: what the intervals are, in words.
       details: [Markdown of a table with its sentences] of all but the optima.
     """
@@ -182,10 +182,10 @@ def _spread(values):
 def read(path):
     """The Study in a file: isoflop.json, or one of results/ that has its points."""
     try:
-        data = reading.read_json(path)
+        data = io.read_json(path)
         return study_of(data, path)
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {runfolder.reason(error)}") from error
+        raise UsageError(f"cannot read {path}: {io.describe_os_error(error)}") from error
     except UsageError:  # which says all of it
         raise
     except (ValueError, KeyError, TypeError, IndexError, StopIteration) as error:
@@ -335,7 +335,7 @@ def rows(study):
 
 
 def details_blocks(text):
-    """Blocks of a table with its sentences, in the Markdown that `efx.tables` writes: the table is
+    """Blocks of a table with its sentences, in the Markdown of `efx.logging.tables`: the table is
     folded away behind the beginning of the first sentence. None of a table without rows."""
     parts = text.split("\n\n")
     sentences = [part for part in parts if not part.startswith("|")]

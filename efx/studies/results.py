@@ -49,9 +49,9 @@ import sys
 
 import numpy as np
 
-from efx import runfolder, tables
+from efx import io, run_dir
 from efx.errors import UsageError, nearest
-from efx.metrics import quantity
+from efx.logging import quantity, tables
 from efx.studies import by_budget, cli, isoflop, plot, router_probe, sweep
 from efx.studies.isoflop import picture, report
 from efx.studies.router_probe import picture as probe_picture
@@ -175,7 +175,7 @@ def write_result(path, result):
             # A curve, {step: loss}, is one line.
             value = re.sub(r"\{[^{}]*\}", lambda curve: re.sub(r"\s*\n\s*", " ", curve[0]), value)
         lines.append(f' "{key}": {value}')
-    runfolder.write_atomic(path, "{\n" + ",\n".join(lines) + "\n}\n")
+    io.write_atomic(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def _one_a_line(elements):
@@ -326,9 +326,9 @@ def publish(root):
         raise UsageError(f"{root / 'README.md'}: expected one line {START} and one line {END}")
     before, _, rest = readme.partition(START)
     _, _, after = rest.partition(END)
-    runfolder.write_atomic(root / "docs/results.md", page(results))
+    io.write_atomic(root / "docs/results.md", page(results))
     new_readme = f"{before}{START}\n{readme_part(results)}\n{END}{after}"
-    runfolder.write_atomic(root / "README.md", new_readme)
+    io.write_atomic(root / "README.md", new_readme)
     for name, result in results.items():
         if result["picture"] == "dots":
             draw_dots(result, root / f"docs/{name}.png")
@@ -416,10 +416,10 @@ def describe_runs(workdir):
     """Config, seeds, machine and revision of the runs below a folder, from their records."""
     launches, seeds = [], set()
     for path in sorted(pathlib.Path(workdir).rglob("run.json")):
-        recorded = runfolder.run_record(path.parent).get("launches", [])
+        recorded = run_dir.run_record(path.parent).get("launches", [])
         if recorded and (path.parent / "metrics.jsonl").is_file():
             launches.append(recorded[-1])
-            seeds.add(runfolder.recorded_setting(path.parent, "seed"))
+            seeds.add(run_dir.recorded_setting(path.parent, "seed"))
     if not launches:
         raise UsageError(f"--from={workdir}: no run folder in it records its code revision")
     config_flags = [
@@ -428,8 +428,8 @@ def describe_runs(workdir):
     return {
         "config": statistics.mode(config_flags).partition("=")[2] if config_flags else "",
         "seeds": sorted(seeds),
-        "machine": runfolder.machine_of(launches[0]),
-        "revision": ", ".join(sorted({*map(runfolder.revision_of, launches)})),
+        "machine": run_dir.machine_of(launches[0]),
+        "revision": ", ".join(sorted({*map(run_dir.revision_of, launches)})),
     }
 
 

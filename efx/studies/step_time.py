@@ -8,10 +8,11 @@ import time
 import jax
 import numpy as np
 
-from efx import build, optim, sharding
-from efx.config import config_of_run
-from efx.hostmemory import keep_freed_memory
-from efx.runfolder import TOKENIZER_FILE
+from efx.config.load import config_of_run
+from efx.parallel import sharding
+from efx.parallel.host_memory import keep_freed_memory
+from efx.run_dir import TOKENIZER_FILE
+from efx.train import optim, setup
 
 
 class Stepper:
@@ -29,14 +30,14 @@ class Stepper:
 
     def __init__(self, config, vocab_size):
         keep_freed_memory()
-        experiment = build.without_text(config, vocab_size)
+        experiment = setup.without_text(config, vocab_size)
         self.config, self.model = experiment.config, experiment.model
-        self._training = build.Training(experiment)
+        self._training = setup.Training(experiment)
         mesh, rules = self._mesh_and_rules = experiment.mesh, experiment.rules
         self._placement = sharding.Placement(mesh, rules, self.config.data.batch_size)
         self._seed = np.uint32(config.seed)
         self._batch = self._put_batch(random_tokens(config, vocab_size, 1)[0])
-        self._teacher = experiment.teacher and build.read_teacher(experiment)[1]
+        self._teacher = experiment.teacher and setup.read_teacher(experiment)[1]
         begin = time.perf_counter()
         with sharding.use(mesh, rules):
             self._step, _ = self._training.compile_step(self.model)

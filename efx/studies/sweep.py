@@ -25,12 +25,12 @@ import re
 import statistics
 import sys
 
-from efx import runfolder, tables
-from efx.config import run_file
+from efx import run_dir
+from efx.config.load import run_file
+from efx.config.run import Seed
+from efx.config.schema import converted
 from efx.errors import UsageError, nearest
-from efx.metrics import portion, read_metrics
-from efx.run_blocks import Seed
-from efx.settings import converted
+from efx.logging import portion, read_metrics, tables
 from efx.studies import cli, logged, rehearsal
 from efx.studies import jobs as jobs_lib
 
@@ -214,7 +214,7 @@ def check_commands(sweep, workdir, extra):
         arguments = command(sweep, workdir, name, seed, {}, extra)
         configs[name] = cli.check_command(name, arguments)
         gets_flops = sweep["equal"] == "flops" and name != first_name
-        if not runfolder.holds_result(folder(workdir, name, seed)):  # which was checked then
+        if not run_dir.holds_result(folder(workdir, name, seed)):  # which was checked then
             runs.append((name, arguments, gets_flops))
     rehearsal.check(runs)
     return configs
@@ -262,7 +262,7 @@ def check_finished(sweep, workdir):
         for seed in sweep["seeds"]:
             run = folder(workdir, name, seed)
             row = final_row(run)
-            config, step = runfolder.recorded_config(run), row.get("step", 0)
+            config, step = run_dir.recorded_config(run), row.get("step", 0)
             # Of a run that is to use FLOPs by what its steps have used so far, which may differ.
             flops = row.get("flops", 0)
             steps = config["steps"] or (config["train_flops"] * step / flops if flops else math.inf)

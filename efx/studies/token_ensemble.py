@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from efx import sharding
 from efx.cbtm.ensemble import log_weights
-from efx.step import evaluation_keys
+from efx.parallel import sharding
 from efx.studies.token_choices import Row, TokenMap, predictions, rows_of, summary
+from efx.train.step import evaluation_keys
 
 
 def weights(ensemble, settings, ids):

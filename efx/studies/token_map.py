@@ -19,13 +19,14 @@ import sys
 
 import numpy as np
 
-from efx import build, runfolder, sharding
+from efx import io, run_dir
 from efx.cbtm import CLUSTERS
-from efx.config import config_of_run
+from efx.config.load import config_of_run, to_config
 from efx.errors import UsageError, nearest
-from efx.runfolder import writing
-from efx.step import evaluation_keys
+from efx.parallel import sharding
 from efx.studies import cli, page, token_choices, token_ensemble, token_text
+from efx.train import setup
+from efx.train.step import evaluation_keys
 
 HELD_OUT = 256  # tokens of the held-out split that are shown without a text
 LINE = 64  # tokens in a line of the picture
@@ -66,10 +67,9 @@ def map_of_run(workdir, text, step=None):
     """(`TokenMap`, ids, [Piece], description of the model) of a run folder."""
     config = config_of_run(workdir)
     if (pathlib.Path(workdir) / CLUSTERS).is_dir():
-        from efx import run_settings
         from efx.cbtm.ensemble import Ensemble
 
-        config = run_settings.check(config)
+        config = to_config(config)
         ensemble = Ensemble(config, workdir, step)
 
         def held_out_text():
@@ -81,7 +81,7 @@ def map_of_run(workdir, text, step=None):
         words = f"{ensemble.count} experts, top {config.ensemble.top_k}"
         return made, ids, token_text.pieces(ensemble.tokenizer, ids), words
     splits = ("eval",) if text is None else ()
-    built, step, params, variables = build.finished(config, workdir, step, splits)
+    built, step, params, variables = setup.finished(config, workdir, step, splits)
     ids, after = tokens_of(built.tokenizer, text, lambda: built.data, built.model.context)
     variables = sharding.local({"params": params, **variables})
     keys = evaluation_keys(config.seed, 0)
@@ -284,7 +284,7 @@ def main(argv=None):
 
 
 def run(arguments):
-    runfolder.recorded_config(arguments.workdir)  # which names the flag that is given
+    run_dir.recorded_config(arguments.workdir)  # which names the flag that is given
     out = _output(arguments.out or str(pathlib.Path(arguments.workdir) / "token_map.html"))
     if arguments.quantity is not None and out.suffix == ".html":
         raise UsageError(
@@ -298,7 +298,7 @@ def run(arguments):
             f"{', '.join(made.quantities)}{nearest(quantity, made.quantities)}"
         )
     numbers = out.with_suffix(".csv")
-    with writing(out):
+    with io.report_write_errors(out):
         write_csv(numbers, made, pieces)
         if out.suffix == ".html":
             name = pathlib.Path(arguments.workdir).resolve().name

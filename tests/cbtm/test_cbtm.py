@@ -16,19 +16,20 @@ from run_files import edit_record, move
 from test_hosts import free_port
 
 import efx.data
-from efx import api, build, run_settings, runfolder, use
+from efx import api, run_dir
 from efx import main as main_lib
 from efx.cbtm import documents_file, evaluation
 from efx.cbtm import run as cbtm
 from efx.cbtm.documents import SplitDocuments
 from efx.cbtm.ensemble import Ensemble
 from efx.checkpoint import fingerprint
-from efx.config import config_of_run
+from efx.config.load import config_of_run, to_config
 from efx.configs import cbtm as cbtm_config
 from efx.configs import common
 from efx.data.sources import Document
 from efx.data.subset import Subset
 from efx.data.tokenizers import CharTokenizer
+from efx.train import finished_run, setup
 
 CONFIG = """
 from efx.configs import cbtm, common
@@ -103,7 +104,7 @@ def copy(trained, tmp_path):
 
 @pytest.fixture
 def ensemble(trained):
-    return Ensemble(run_settings.check(config_of_run(trained[0])), trained[0])
+    return Ensemble(to_config(config_of_run(trained[0])), trained[0])
 
 
 def evaluated(folder):
@@ -115,7 +116,7 @@ def evaluated(folder):
 def test_experts_share_the_budget_and_start_from_the_seed_model(trained):
     folder, plan = trained
     assert [job.steps for job in plan.seed + plan.experts] == [12, 6, 6]
-    records = [runfolder.run_record(job.folder) for job in plan.experts]
+    records = [run_dir.run_record(job.folder) for job in plan.experts]
     assert records[0]["origin"] == records[1]["origin"]
     assert records[0]["origin"]["step"] == 12
     for j, job in enumerate(plan.experts):
@@ -126,7 +127,7 @@ def test_experts_share_the_budget_and_start_from_the_seed_model(trained):
 def test_evaluation_agrees_with_that_of_runs_and_with_its_parts(trained):
     folder, _ = trained
     result = evaluated(folder)
-    ordinary = use.evaluate(config_of_run(folder / "expert_1"), folder / "expert_1")
+    ordinary = finished_run.evaluate(config_of_run(folder / "expert_1"), folder / "expert_1")
     for name in ("loss", "bits_per_byte", "tokens"):
         np.testing.assert_allclose(result["expert 1"][name], ordinary[f"eval/{name}"], rtol=1e-5)
     # Every expert is better at its own cluster than the other one, and the oracle is made of that.
@@ -157,7 +158,7 @@ def token_order(held_out):
 
 def test_no_probability_depends_on_later_text(trained, ensemble, tmp_path):
     """Held-out text is changed from one byte on, in the middle of a block and of a piece."""
-    config, rng = run_settings.check(config_of_run(trained[0])), np.random.default_rng(0)
+    config, rng = to_config(config_of_run(trained[0])), np.random.default_rng(0)
     text, place = (f"{text_of('sea', rng, 20)} {text_of('code', rng)}".encode())[:300], 201
     later = text_of("sea", rng).encode()[: 300 - place]
     experts = [ensemble.load_expert(j) for j in range(2)]
@@ -205,7 +206,7 @@ def test_the_driver_resumes_unfinished_experts_in_processes(
     assert cbtm.main(["--config", recipe, "--workdir", str(copy)]) == 0, capfd.readouterr()
     assert started == ["clusters", "expert 0 of 2", "expert 1 of 2", "evaluation"]
     leaves = (
-        jax.tree.leaves(build.finished(config_of_run(folder), folder)[2])
+        jax.tree.leaves(setup.finished(config_of_run(folder), folder)[2])
         for folder in (copy / "expert_0", trained[0] / "expert_0")
     )
     same(*({str(i): leaf for i, leaf in enumerate(each)} for each in leaves))
@@ -337,7 +338,7 @@ def test_any_number_of_experts_costs_the_same(tmp_path, root):
 def test_weights_depend_on_the_document_so_far_in_whole_blocks(tmp_path, packing):
     """However documents are cut into rows."""
     source = {"data.source": "stdlib", "data.max_bytes": 20_000, "data.seq_len": 24}
-    config = run_settings.check(common.apply(cbtm_config.get_config("smoke"), TINY | source))
+    config = to_config(common.apply(cbtm_config.get_config("smoke"), TINY | source))
     texts = [b"abcdefghij" * 5, b"klm", b"0123456789" * 4]
     held = held_out_of(texts, config, tmp_path, packing)
     order = token_order(held)

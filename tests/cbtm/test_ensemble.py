@@ -13,7 +13,7 @@ from efx import models
 from efx.cbtm import ensemble as mixtures
 from efx.cbtm.sampling import WeighedExperts
 from efx.data.tokenizers import CharTokenizer
-from efx.sample import Sampler
+from efx.sampling import Sampler
 
 # ---- the mixture -------------------------------------------------------------------------------
 

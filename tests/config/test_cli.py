@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from efx import main
-from efx.config import config_of_run, load_config
+from efx.config.load import config_of_run, load_config
 from efx.data.tokenizers import CharTokenizer
-from efx.metrics import writer
+from efx.logging import writer
 
 SETTINGS = {
     "steps": 2,

@@ -8,11 +8,13 @@ import typing
 import pytest
 from refusals import refused
 
-from efx import main, models, optim, sharding
-from efx.config import load_config
+from efx import main, models
+from efx.config.load import load_config
 from efx.configs import common, mod
 from efx.errors import UsageError
+from efx.parallel import sharding
 from efx.routing.config import DepthRoutingConfig
+from efx.train import optim
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FILES = sorted(

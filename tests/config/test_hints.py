@@ -7,29 +7,29 @@ from types import SimpleNamespace
 import numpy as np
 import test_layout
 
-from efx import hints
 from efx.configs import common
 from efx.data.tokenizers import ByteTokenizer, CharTokenizer
+from efx.train import messages
 
 
 def closing_hints(monkeypatch, tokenizer, text, prompt, tensorboard=True, script=None, module=None):
     """The lines at the end of a run; TensorBoard is installed as a script, a module, or not."""
-    monkeypatch.setattr(hints.shutil, "which", lambda name: script)
-    monkeypatch.setattr(hints.importlib.util, "find_spec", lambda name: module)
+    monkeypatch.setattr(messages.shutil, "which", lambda name: script)
+    monkeypatch.setattr(messages.importlib.util, "find_spec", lambda name: module)
     batch = {"inputs": np.array([tokenizer.encode(text)])}
     data = SimpleNamespace(tokenizer=tokenizer, eval_batches=lambda size, most: iter([batch]))
     config = common.apply(common.base(), {"sample.prompt": prompt, "log.tensorboard": tensorboard})
-    return hints.after(test_layout.ROOT / "runs" / "a run", config, data, 8)[1:]
+    return messages.after(test_layout.ROOT / "runs" / "a run", config, data, 8)[1:]
 
 
 def test_a_long_run_on_a_cpu_is_pointed_to_small_variants():
     for command in (["efx", "--config", "gpt2"], ["efx", "--config=configs/gpt2.py:x"]):
-        long, short = (hints.before(flops, 1, 0, command) for flops in (1e18, 1e9))
+        long, short = (messages.before(flops, 1, 0, command) for flops in (1e18, 1e9))
         source = command[-1].split("=")[-1].removesuffix(":x")
         assert f"--config {source}:smoke" in long and "smoke" not in short
-    assert "smoke" not in hints.before(1e18, 1, 0, ["efx", "--config", "mine.py"])
+    assert "smoke" not in messages.before(1e18, 1, 0, ["efx", "--config", "mine.py"])
     # On an accelerator, from its peak: 10 days at full speed.
-    days = int(re.search(r"(\d+) d ", hints.before(864e18, 1, 1e15, []))[1])
+    days = int(re.search(r"(\d+) d ", messages.before(864e18, 1, 1e15, []))[1])
     assert 20 <= days <= 40
 
 

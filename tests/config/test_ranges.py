@@ -12,9 +12,11 @@ from refusals import refused
 
 from benchmarks import hostile_settings
 from benchmarks.hostile_settings import CASES, configured, hostile, trace_step, walked, write_folder
-from efx import memory, run_settings, settings, train
+from efx.config import schema
+from efx.config.run import Config
 from efx.errors import UsageError
 from efx.models import FAMILIES
+from efx.train import memory, trainer
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +45,12 @@ def test_any_value_of_any_setting(case, folder, tmp_path, remembered, monkeypatc
     family, changes, _ = CASES[case]
     config, workdir = configured(family, changes, folder), tmp_path / "run"
     counts, wrong, traced = {"made": 0, "refused": 0}, [], set()
-    traced.add(train.Trainer(config, workdir, (), 0.0, None).experiment.model)
+    traced.add(trainer.Trainer(config, workdir, (), 0.0, None).experiment.model)
     for key, hint in walked(case, config).items():
         for value in hostile(hint):
             try:
-                changed = settings.replaced(config, {key: value})
-                trace_step(train.Trainer(changed, workdir, (), 0.0, None), traced)
+                changed = schema.replaced(config, {key: value})
+                trace_step(trainer.Trainer(changed, workdir, (), 0.0, None), traced)
                 counts["made"] += 1
             except UsageError as error:
                 counts["refused"] += 1
@@ -108,8 +110,8 @@ def test_every_setting_is_walked_over(folder):
     """A new block of settings has to be in a case."""
     every, seen = set(), set()
     for family in FAMILIES:
-        config = run_settings.Config(model=FAMILIES[family].config())
-        every |= {name.removeprefix("config.") for name, _, _ in settings.leaves(config)}
+        config = Config(model=FAMILIES[family].config())
+        every |= {name.removeprefix("config.") for name, _, _ in schema.leaves(config)}
     for case, (family, changes, _) in CASES.items():
         seen |= set(walked(case, configured(family, changes, folder)))
     assert every == seen

@@ -13,11 +13,15 @@ import refusals
 import test_cli
 from refusals import refused
 
-from efx import build, command_line, hosts, main, run_settings, settings, storage
-from efx.config import config_of_run, load_config, run_file
+from efx import io, main
+from efx.config import flags, schema
+from efx.config.load import CALLED_ELSEWHERE, config_of_run, load_config, names, run_file
+from efx.config.run import Config, default_config
 from efx.configs import common
 from efx.errors import UsageError, nearest
+from efx.parallel import multihost
 from efx.studies import report
+from efx.train import setup
 
 CASES = [
     pytest.param(changes, name, id=f"{area}-{name}")
@@ -85,7 +89,7 @@ def test_bad_flags_are_refused_by_name(arguments, name, tmp_path, capsys, monkey
 
 
 def test_a_value_may_look_like_a_flag():
-    values = command_line.parse(["efx", "--config", "configs/mod.py", "--workdir", "x",
+    values = flags.parse(["efx", "--config", "configs/mod.py", "--workdir", "x",
                                  "--mode=sample", "--prompt", "--confg",
                                  "--config.train_flops", "-1.0", "--config.steps=2",
                                  "--config.steps=3", "--nodistributed"])  # fmt: skip
@@ -94,13 +98,13 @@ def test_a_value_may_look_like_a_flag():
 
 
 def test_each_name_of_another_program_leads_to_one_setting():
-    every = set(run_settings.names(run_settings.known()))
-    called = run_settings.CALLED_ELSEWHERE
-    names = [name for line in called.values() for name in line.split()]
-    assert len(names) == len(set(names))
+    every = set(names(default_config()))
+    called = CALLED_ELSEWHERE
+    others = [name for line in called.values() for name in line.split()]
+    assert len(others) == len(set(others))
     assert {f"config.{setting}" for setting in called} <= every
     # A setting with such a name would be found without the table.
-    assert not set(names) & {name.rpartition(".")[2] for name in every}
+    assert not set(others) & {name.rpartition(".")[2] for name in every}
 
 
 def test_only_close_names_are_suggested(tmp_path, monkeypatch):
@@ -171,17 +175,17 @@ def test_other_commands_refuse_names_that_no_file_can_have(tmp_path):
     for name in ("a" * 300, "a\0b"):
         refused(lambda name=name: run_file("sweep", name, "sweeps"), "--sweep=")
         refused(lambda name=name: report.collect([name]), "RUN=")
-        refused(lambda name=name: storage.folder(tmp_path / "not there" / name), "--workdir=")
-        refused(lambda name=name: storage.local_folder(name, "--to"), "--to=")
+        refused(lambda name=name: io.folder(tmp_path / "not there" / name), "--workdir=")
+        refused(lambda name=name: io.local_folder(name, "--to"), "--to=")
 
 
 def test_an_unexpanded_home_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    for function in (storage.folder, storage.local_folder):
+    for function in (io.folder, io.local_folder):
         refused(lambda function=function: function("~/x"), "--workdir=~/x", f"{tmp_path}/x")
         assert str(function("~x/~")) == "~x/~"
-    assert storage.local_path("~/x.json", "config.data.tokenizer") == tmp_path / "x.json"
+    assert io.local_path("~/x.json", "config.data.tokenizer") == tmp_path / "x.json"
 
 
 @pytest.mark.parametrize("workdir, cause", [("/proc/efx", "/proc/efx"), ("text.txt/a", "text.txt")])
@@ -234,13 +238,13 @@ def test_misspelt_keys_in_a_config_file_are_refused(tmp_path, line, names):
 def test_misspelt_keys_are_refused_in_a_notebook_and_in_a_run_directory(tmp_path):
     config = common.base()
     config.data.packng = True
-    refused(lambda: build.experiment(config), "config.data.packng", "'packing'")
+    refused(lambda: setup.experiment(config), "config.data.packng", "'packing'")
     plain = common.base().to_dict()
     plain["log"]["evry"] = 5
     (tmp_path / "config.json").write_text(json.dumps(plain))
     names = (str(tmp_path / "config.json"), "config.log.evry", "'every'")
     refused(lambda: config_of_run(tmp_path), *names)
-    refused(lambda: command_line.parse(["efx", "--mode=sample", f"--workdir={tmp_path}"]), *names)
+    refused(lambda: flags.parse(["efx", "--mode=sample", f"--workdir={tmp_path}"]), *names)
 
 
 # ---- schedules, clusters -----------------------------------------------------------------------
@@ -254,7 +258,7 @@ def test_misspelt_keys_are_refused_in_a_notebook_and_in_a_run_directory(tmp_path
     ({"schedule": "cosine", "c_start": 0, "c_end": 1, "steps": -1}, "z_loss.steps=-1"),
 ])  # fmt: skip
 def test_bad_schedules_of_loss_weights_are_refused(weight, name):
-    refused(lambda: settings.replaced(run_settings.Config(), {"losses.z_loss": weight}), name)
+    refused(lambda: schema.replaced(Config(), {"losses.z_loss": weight}), name)
 
 
 @pytest.mark.parametrize("address, status", [(None, 75), ("nowhere:1", 2)])
@@ -268,6 +272,6 @@ def test_a_cluster_that_does_not_answer_is_temporary_unless_an_address_is_given(
 
     monkeypatch.setattr(jax.distributed, "initialize", unreached)
     monkeypatch.setattr(jax.config, "update", lambda name, value: None)
-    monkeypatch.setattr(main, "run", lambda argv: hosts.connect(address, preemption=False))
+    monkeypatch.setattr(main, "run", lambda argv: multihost.connect(address, preemption=False))
     assert main.main([]) == status
     assert re.search("^efx: error: .*connect", capsys.readouterr().err, re.M)

@@ -9,11 +9,14 @@ import pytest
 from ml_collections import ConfigDict
 from refusals import refused
 
-from efx import models, run_settings, settings
+from efx import models
+from efx.config import schema
+from efx.config.load import completed, to_config
+from efx.config.run import default_config
+from efx.config.schema import Count, Fraction, Natural, block
 from efx.errors import UsageError
 from efx.models import FAMILIES, config_of
 from efx.models.decoder import DecoderConfig
-from efx.settings import Count, Fraction, Natural, block
 
 
 @block("config.inner")
@@ -67,24 +70,24 @@ def test_values_are_converted():
 
 
 def test_a_block_starts_a_config_and_comes_back():
-    config = settings.defaults(Outer())
-    assert isinstance(config, ConfigDict) and settings.make(Outer, config) == Outer()
+    config = schema.defaults(Outer())
+    assert isinstance(config, ConfigDict) and schema.make(Outer, config) == Outer()
     config.inner.share = (0.5, 0.25)  # of either type
     config.limit = 3  # None: of its type, once it is given
     with pytest.raises(TypeError):
         config.limit = "three"
-    assert settings.make(Outer, config).inner.share == (0.5, 0.25)
-    changed = settings.replaced(Outer(), {"rate": 2.0, "inner.size": 9})
+    assert schema.make(Outer, config).inner.share == (0.5, 0.25)
+    changed = schema.replaced(Outer(), {"rate": 2.0, "inner.size": 9})
     assert (changed.rate, changed.inner.size) == (2.0, 9)
-    assert settings.as_dict(changed)["inner"] == {"size": 9, "share": 0.5}
+    assert schema.as_dict(changed)["inner"] == {"size": 9, "share": 0.5}
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "bridged"])
 def test_the_default_config_of_a_family(family, monkeypatch):
     """It is complete, comes back as it was, and is made out once a build."""
-    config = run_settings.known(family)
-    made = run_settings.check(config)
-    assert settings.as_dict(made) == config.to_dict() and run_settings.check(made) is made
+    config = default_config(family)
+    made = to_config(config)
+    assert schema.as_dict(made) == config.to_dict() and to_config(made) is made
     cls, calls = FAMILIES[family].config, []
     resolved = cls.resolved
     monkeypatch.setattr(cls, "resolved", lambda self: calls.append(self) or resolved(self))
@@ -100,18 +103,18 @@ def test_a_family_may_have_the_settings_of_another(monkeypatch):
         family: Literal["other"] = "other"
 
     monkeypatch.setitem(FAMILIES, "other", FAMILIES["decoder"]._replace(config=OtherConfig))
-    plain = run_settings.known().model.to_dict() | {"family": "other"}
+    plain = default_config().model.to_dict() | {"family": "other"}
     assert type(config_of(plain)) is OtherConfig
     refused(lambda: config_of(plain | {"family": "latent"}), "config.model")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_setting_that_a_run_predates_has_its_default(family):
-    whole = run_settings.check(run_settings.known(family))
-    whole = json.loads(json.dumps(settings.as_dict(whole)))
-    assert run_settings.completed(whole) == whole
+    whole = to_config(default_config(family))
+    whole = json.loads(json.dumps(schema.as_dict(whole)))
+    assert completed(whole) == whole
     older = json.loads(json.dumps(whole))
     del older["optim"]["clip_norm"], older["model"]["mlp" if "mlp" in whole["model"] else "pairs"]
     del older["checkpoint"]["every"]
-    completed = run_settings.completed(older)
-    assert completed["optim"] == whole["optim"] and completed["checkpoint"] == whole["checkpoint"]
+    filled = completed(older)
+    assert filled["optim"] == whole["optim"] and filled["checkpoint"] == whole["checkpoint"]

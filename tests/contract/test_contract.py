@@ -7,9 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from efx import means, sharding
-from efx.changes import Changes
-from efx.step import by_layer
+from efx.layers import batch_means
+from efx.parallel import sharding
+from efx.train.selection_changes import Changes
+from efx.train.step import by_layer
 
 
 def test_every_resolved_config_resolves_to_itself():
@@ -63,7 +64,7 @@ def reported(name):
 
     @families.jit
     def sow(variables):
-        collections = ["stats", means.COLLECTION]
+        collections = ["stats", batch_means.COLLECTION]
         return model.apply(variables, families.tokens(), rngs=families.keys(), mutable=collections)[
             1
         ]
@@ -77,7 +78,7 @@ def reported(name):
 def test_each_layer_reports_for_itself(name):
     """Each layer that decides has its row, of changes of masks, too."""
     model, variables, sown = reported(name)
-    rows, changed = by_layer(means.sown(sown, "stats"), model), {}
+    rows, changed = by_layer(batch_means.sown(sown, "stats"), model), {}
     if model.config.dropout.learned:
         mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), jax.devices()[:1])
         with sharding.use(mesh, sharding.DEFAULT_RULES):
@@ -97,7 +98,7 @@ def test_each_layer_reports_for_itself(name):
 def test_the_row_of_a_layer_is_the_mean_over_what_it_sows():
     """Here of three masks."""
     model, _, sown = reported("scanned")
-    rows = by_layer(means.sown(sown, "stats"), model)
+    rows = by_layer(batch_means.sown(sown, "stats"), model)
     masks = sown["stats"]["last"]["block_0"]["decoder"]
     kept = [
         masks[f"dropout_{site}_output"]["dropout/kept"][0] for site in ("attention", "cross", "mlp")

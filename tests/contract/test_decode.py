@@ -14,8 +14,8 @@ import pytest
 from flax import linen as nn
 from routing_reference import np_admit
 
-from efx import flops, means, models
-from efx.layers import attend, stack
+from efx import models
+from efx.layers import attend, batch_means, flops, stack
 from efx.layers.block import Block
 from efx.routing import selection
 
@@ -94,13 +94,13 @@ def forward(name):
             variables,
             tokens_BT,
             capture_intermediates=lambda module, method: isinstance(module, stack.Layer),
-            mutable=["intermediates", "stats", means.COLLECTION],
+            mutable=["intermediates", "stats", batch_means.COLLECTION],
         )
 
     logits_BTV, state = apply(tokens())
     layers = state["intermediates"]["layers"]
     states = [np.asarray(layers[f"block_{i}"]["__call__"][0]) for i in range(model.config.depth)]
-    return np.asarray(logits_BTV), states, means.sown(state, "stats")
+    return np.asarray(logits_BTV), states, batch_means.sown(state, "stats")
 
 
 @functools.cache
@@ -211,7 +211,7 @@ def test_decoding_refuses_as_many_tokens_as_a_full_pass(name):
             decoding[path[-1].key] += int(np.sum(value))
     moe = build(name)[0].config.mlp.moe
     choices = moe.top_k if moe.router == "token_choice" else 1
-    for path, mean in means.leaves(forward(name)[2]):
+    for path, mean in batch_means.leaves(forward(name)[2]):
         statistic = path[-2].key if hasattr(path[-1], "idx") else path[-1].key
         if statistic == "router/overflow_fraction":
             full["overflow"] += float(mean.total)

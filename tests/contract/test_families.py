@@ -19,13 +19,15 @@ import pytest
 from families import BATCH, FAMILIES, HELD, LENGTH, VOCAB
 from flax import linen as nn
 
-from efx import flops, models, settings, sharding
-from efx.layers import attend
+from efx import models
+from efx.config import schema
+from efx.layers import attend, flops
 from efx.layers.attention import Attention
 from efx.layers.mlp import MLP
 from efx.layers.moe import MoE
 from efx.layers.soft_experts import SoftMLP
 from efx.layers.stack import Layer, period, scan_params
+from efx.parallel import sharding
 from efx.routing import selection as selection_lib
 
 every_family = pytest.mark.parametrize("name", families.rows(HELD))
@@ -149,7 +151,7 @@ def with_capacity_for_all(model):
     """The same with capacity for every token that routers select."""
     moe = dataclasses.replace(model.config.mlp.moe, capacity_factor=100.0, slack=100.0)
     changes = dict(mlp=dataclasses.replace(model.config.mlp, moe=moe))
-    if "depth_routing" in settings.names_of(type(model.config)):
+    if "depth_routing" in schema.names_of(type(model.config)):
         changes["depth_routing"] = dataclasses.replace(model.config.depth_routing, slack=100.0)
     model = models.changed(model, **changes)
     if hasattr(model, "adapter"):

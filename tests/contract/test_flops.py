@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import pytest
 from flax import linen as nn
 
-from efx import flops, models, sharding
-from efx.layers import kernels
+from efx import models
+from efx.layers import flops, kernels
+from efx.parallel import sharding
 
 # ---- counting ----------------------------------------------------------------------------------
 

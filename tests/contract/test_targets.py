@@ -5,7 +5,7 @@ import pytest
 from test_families import SHORT, hidden_scores
 from test_prefix import check
 
-from efx import flops
+from efx.layers import flops
 
 
 def _routed(depth_routing, **settings):

@@ -11,12 +11,12 @@ import pytest
 from data_helpers import make_config, open_data, refuse_data, same, take, token_ids
 from refusals import refused
 
+from efx.config.run import DataConfig
+from efx.config.schema import make
 from efx.data import disk_cache, growing, held_out, sources, tokenizers
 from efx.data.opened import OpenedTexts
 from efx.errors import PassingError
-from efx.run_blocks import DataConfig
-from efx.settings import make
-from efx.signals import STOPPING
+from efx.parallel.signals import STOPPING
 
 TEXTS = [f"document {i}: " + " ".join(f"w{i}x{j}" for j in range(i % 17)) for i in range(120)]
 HEAD_BYTES = 2000  # of the some 7000 bytes of TEXTS

@@ -29,7 +29,8 @@ import pytest
 from test_launch import STUB, script
 from test_layout import CONFIGS, project_files
 
-from efx import command_line, main, models
+from efx import main, models
+from efx.config import flags
 from efx.errors import UsageError
 from efx.studies import cli, results
 
@@ -161,7 +162,7 @@ def efx_main(argv):
 
 def values_of(config):
     """The flags of a run with this config and nothing else."""
-    return command_line.parse(["efx", f"--config={config}", "--workdir=x"])
+    return flags.parse(["efx", f"--config={config}", "--workdir=x"])
 
 
 def leave_run(folder, values):

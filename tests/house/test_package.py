@@ -14,7 +14,7 @@ from refusals import refused
 
 import efx
 from efx import api
-from efx.config import find_file
+from efx.config.load import find_file
 from efx.configs import common
 
 # A config of a user, who has a folder `configs` too.
@@ -27,7 +27,7 @@ def get_config(arg=""):
 OUTSIDE = """
 import json, sys
 from efx import api, main
-from efx.config import load_config
+from efx.config.load import load_config
 from efx.studies import isoflop, sweep
 
 own, tiny, block = json.loads(sys.argv[1])

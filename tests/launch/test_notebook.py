@@ -19,8 +19,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from test_isoflop import fake_runs
 
-from efx.metrics import read_metrics
-from efx.runfolder import run_record
+from efx.logging import read_metrics
+from efx.run_dir import run_record
 from efx.studies import isoflop
 from launch.notebooks import stamp
 

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from efx import flops, sharding
-from efx.layers import attend, kv_cache
+from efx.layers import attend, flops, kv_cache
 from efx.layers.attention import Attention, rope
 from efx.layers.call import CacheView, Call
 from efx.layers.config import AttentionConfig, RopeScalingConfig
 from efx.layers.dropout import ProbsDropout, StandardDropout
 from efx.layers.linear import Embedding
+from efx.parallel import sharding
 
 B, T, N, K, H = 2, 11, 4, 2, 6
 LONG = 700  # with chunks of 600: one loop over two blocks, and a last block

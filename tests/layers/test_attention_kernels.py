@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from refusals import refused
 
-from efx import sharding
 from efx.layers import attend, kernels
 from efx.layers.kernels import KERNELS, Case
 from efx.layers.stack import REMAT_POLICIES
+from efx.parallel import sharding
 
 SEGMENTS = np.repeat([[1, 2, 0], [1, 1, 2]], [90, 80, 30], axis=1)
 SHARDED = dict.fromkeys(sharding.MESH_AXES, 1) | {"data": 2, "tensor": 4}

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from refusals import refused
 
-from efx import models, sharding
+from efx import models
 from efx.configs import common
-from efx.evaluate import Evaluator, describe
 from efx.layers.call import Call
 from efx.layers.stack import Layer
+from efx.parallel import sharding
 from efx.routing import controls, selection
-from efx.step import evaluation_keys
+from efx.train.evaluator import Evaluator, describe
+from efx.train.step import evaluation_keys
 
 CHANGES = {
     "depth_routing.kind": "mod",

@@ -13,16 +13,18 @@ import pytest
 from flax import linen as nn
 from test_moe import Held
 
-from efx import losses, models, optim, sharding
-from efx.changes import Changes
-from efx.config import load_config
+from efx import models
+from efx.config.load import load_config
 from efx.configs import common
-from efx.evaluate import Evaluator, describe
 from efx.layers import learned_dropout as ld
 from efx.layers.block import Block
 from efx.layers.call import Call
 from efx.layers.config import ElementwiseConfig
 from efx.layers.stack import Layer
+from efx.parallel import sharding
+from efx.train import losses, optim
+from efx.train.evaluator import Evaluator, describe
+from efx.train.selection_changes import Changes
 
 PI = np.pi
 SKIP = {

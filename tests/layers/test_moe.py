@@ -15,9 +15,9 @@ from flax import linen as nn
 from refusals import refused
 from scipy.special import erf, expit, softmax
 
-from efx import flops, models, sample, sharding
+from efx import models, sampling
 from efx.configs import common
-from efx.evaluate import Evaluator
+from efx.layers import flops
 from efx.layers.call import CacheView, Call
 from efx.layers.config import MoEConfig
 from efx.layers.moe import (
@@ -27,8 +27,10 @@ from efx.layers.moe import (
     sum_over_experts,
     warn_if_router_is_untrained,
 )
+from efx.parallel import sharding
 from efx.routing import selection
 from efx.routing.selection import HEADROOM
+from efx.train.evaluator import Evaluator
 
 B, T, D, F = 3, 32, 12, 10
 # Padding behind the tokens of a row, before them and between them.
@@ -424,7 +426,7 @@ def test_a_sampler_counts_choices_that_experts_drop():
     )
     params = families.random_params(model)
     params["layers"]["block_0"]["norm_mlp"]["scale"] *= 0.0
-    sampler = sample.Sampler(model, temperature=0.0)
+    sampler = sampling.Sampler(model, temperature=0.0)
     list(sampler.tokens({"params": params}, [[1, 2, 3]], max_new_tokens=21, seeds=[0]))
     read = sampler.stats["new_tokens"] + 2 + 1  # the last one is read, too
     assert sampler.stats["expert_overflow"] == 2 * (read - 12 - HEADROOM)

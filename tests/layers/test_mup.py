@@ -7,9 +7,9 @@ import numpy as np
 import optax
 import pytest
 
-from efx import optim
 from efx.configs import common
 from efx.studies import coord_check
+from efx.train import optim
 
 SMALL = {"width": 64, "depth": 1, "init_std": 0.02, "preset": "gpt2", "tied": False}
 # One level, half as wide as the stack, with memory tokens.

@@ -11,8 +11,8 @@ import pytest
 from flax import linen as nn
 from routing_reference import GATES, norm, np_admit, np_layer, np_mlp, np_topk
 
-from efx import flops, models
-from efx.layers import stack
+from efx import models
+from efx.layers import flops, stack
 from efx.layers.call import Call
 from efx.routing import selection as routing_selection
 from efx.routing.mod import MoDBlock

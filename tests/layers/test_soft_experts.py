@@ -11,8 +11,7 @@ from flax import linen as nn
 from refusals import refused
 from scipy import special
 
-from efx import flops
-from efx.layers import costs
+from efx.layers import costs, flops
 from efx.layers.call import Call
 from efx.layers.soft_experts import SoftBlock, merge
 

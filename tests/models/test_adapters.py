@@ -17,12 +17,13 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from formulas import gelu
 from refusals import refused
 
-from efx import build, checkpoint, models, train, use
-from efx.config import config_of_run
+from efx import checkpoint, models
+from efx.config.load import config_of_run
 from efx.configs import common, phatgoose
 from efx.interop.hf_config import config_to_hf
 from efx.layers.call import Call
 from efx.models.adapters import Adapter, AdapterConfig
+from efx.train import finished_run, setup, trainer
 
 # ---- formulas ----------------------------------------------------------------------------------
 
@@ -268,7 +269,7 @@ def config_of(variant, text, **changes):
 
 def params_at(run):
     """{path: array} of the newest checkpoint."""
-    _, _, params, variables = build.finished(config_of_run(run), run)
+    _, _, params, variables = setup.finished(config_of_run(run), run)
     tree = {"params": params, **variables}
     return {"/".join(path): np.asarray(x) for path, x in checkpoint.files.flatten(tree).items()}
 
@@ -284,7 +285,7 @@ ROUTED = {"model.depth_routing.kind": "mod", "model.depth_routing.causal": "thre
 PLAIN = {"model.depth_routing.kind": "none", "model.scan_layers": True}
 
 
-def start(folder, name, variant, text, action=train.train_and_evaluate, **changes):
+def start(folder, name, variant, text, action=trainer.train_and_evaluate, **changes):
     """The folder of a run; its second block is routed by a threshold."""
     config = config_of(variant, text, **{**ROUTED, **changes})
     action(config, folder / name)
@@ -298,9 +299,9 @@ def runs(tmp_path_factory, text, one_device):
     base = start(folder, "base", "", text)
     gated = {"init.run": base, "adapter.gate": True}
     a = start(folder, "a", "adapter", text, **gated)
-    b = start(folder, "b", "adapter", text, train.compose, seed=1, **gated)
+    b = start(folder, "b", "adapter", text, trainer.compose, seed=1, **gated)
     composed = {"init.run": base, "adapter.experts": (a, b)}
-    start(folder, "compose", "compose", text, train.compose, **composed)
+    start(folder, "compose", "compose", text, trainer.compose, **composed)
     return folder
 
 
@@ -329,7 +330,7 @@ def test_later_stages_train_gates_only(runs, text, tmp_path):
     gates = {path for path in composed if path.endswith("/gate")}
     start(tmp_path, "gate", "gate", text, **{"init.run": str(runs / "a")})
     shutil.copytree(runs / "compose", tmp_path / "joint")
-    train.train_and_evaluate(config_of_run(runs / "compose"), tmp_path / "joint")
+    trainer.train_and_evaluate(config_of_run(runs / "compose"), tmp_path / "joint")
     for before, after in ((adapter, "gate"), (composed, "joint")):
         paths = changed(before, params_at(tmp_path / after))
         assert {path for path in paths if path.startswith("params/")} == gates
@@ -338,9 +339,9 @@ def test_later_stages_train_gates_only(runs, text, tmp_path):
 @pytest.mark.slow
 def test_entrances_of_scanned_layers_train_alone(text, tmp_path, one_device):
     """Experts of scanned layers are [layer, expert, ...]; evaluation reports their usage."""
-    base = start(tmp_path, "base", "", text, train.compose, **PLAIN)  # at step 0
+    base = start(tmp_path, "base", "", text, trainer.compose, **PLAIN)  # at step 0
     given = {"init.run": base, **PLAIN}
-    a = start(tmp_path, "a", "adapter", text, train.compose, **given, **{"adapter.gate": True})
+    a = start(tmp_path, "a", "adapter", text, trainer.compose, **given, **{"adapter.gate": True})
     given |= {"adapter.experts": (a,), "adapter.top_k": 1}
     start(tmp_path, "inclusion", "inclusion", text, **given)
     base, expert, inclusion = (params_at(tmp_path / name) for name in ("base", "a", "inclusion"))
@@ -349,17 +350,17 @@ def test_entrances_of_scanned_layers_train_alone(text, tmp_path, one_device):
         if not path.endswith("/gate"):
             assert np.array_equal(inclusion[path][:, 0], expert[path]), path
     config = config_of_run(tmp_path / "inclusion")
-    metrics = use.evaluate(config, tmp_path / "inclusion")
+    metrics = finished_run.evaluate(config, tmp_path / "inclusion")
     assert 0 < metrics["eval/adapter/experts_per_token"] < 1
     assert "eval/adapter/usage/expert_0/block_1" in metrics
-    assert use.sample(config, tmp_path / "inclusion")["new_tokens"] == 4
+    assert finished_run.sample(config, tmp_path / "inclusion")["new_tokens"] == 4
 
 
 @pytest.mark.slow
 def test_runs_that_do_not_fit_together_are_refused(runs, text, tmp_path):
     a, b, base = (str(runs / name) for name in ("a", "b", "base"))
-    other = start(tmp_path, "other", "", text, train.compose, seed=5)  # at step 0
-    plain = start(tmp_path, "plain", "adapter", text, train.compose, **{"init.run": base})
+    other = start(tmp_path, "other", "", text, trainer.compose, seed=5)  # at step 0
+    plain = start(tmp_path, "plain", "adapter", text, trainer.compose, **{"init.run": base})
     for changes, name in [
         ({"adapter.experts": (a, base)}, "config.adapter.kind='none'"),
         ({"adapter.rank": 5}, "config.adapter.rank=4"),
@@ -368,7 +369,7 @@ def test_runs_that_do_not_fit_together_are_refused(runs, text, tmp_path):
         ({"init.run": other}, f"config.init.run={other}"),
     ]:
         given = {"init.run": base, "adapter.experts": (a, b), **changes}
-        compose = functools.partial(start, tmp_path, "c", "compose", text, train.compose, **given)
+        compose = functools.partial(start, tmp_path, "c", "compose", text, trainer.compose, **given)
         refused(compose, name)
         shutil.rmtree(tmp_path / "c", ignore_errors=True)
 

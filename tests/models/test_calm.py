@@ -14,9 +14,11 @@ from refusals import refused
 from test_adapters import RUN, SKIPPING, SMALL, params_at
 from test_families import CUTS, changed_after_cuts, compiled_on, same_loss_and_grads
 
-from efx import build, checkpoint, flops, models, train, use
-from efx.config import config_of_run
+from efx import checkpoint, models
+from efx.config.load import config_of_run
 from efx.configs import calm, common
+from efx.layers import flops
+from efx.train import finished_run, setup, trainer
 
 LENGTH, BATCH, VOCAB = families.LENGTH, families.BATCH, families.VOCAB
 DECODER = {"depth": 3, "attention.num_kv_heads": 2}
@@ -231,9 +233,9 @@ def runs(tmp_path_factory, one_device):
     rng = np.random.default_rng(0)
     for name, letters in (("a", "abcde "), ("b", "vwxyz ")):
         (folder / f"{name}.txt").write_text("".join(rng.choice(list(letters), 12_000)))
-    train.compose(config_of("", folder / "a.txt", **SMALL), folder / "anchor")  # at step 0
-    train.train_and_evaluate(config_of("", folder / "b.txt", **OTHER), folder / "other")
-    train.train_and_evaluate(config_of("bridge", folder / "b.txt", **between(folder)),
+    trainer.compose(config_of("", folder / "a.txt", **SMALL), folder / "anchor")  # at step 0
+    trainer.train_and_evaluate(config_of("", folder / "b.txt", **OTHER), folder / "other")
+    trainer.train_and_evaluate(config_of("bridge", folder / "b.txt", **between(folder)),
                              folder / "bridged")  # fmt: skip
     return folder
 
@@ -259,15 +261,15 @@ def test_only_bridges_train(runs):
 
 
 def scanned_variables(run):
-    e, _, params, variables = build.finished(config_of_run(run), run)
+    e, _, params, variables = setup.finished(config_of_run(run), run)
     assert e.model.config.scan_layers
     return e.model, {"params": params, **variables}
 
 
 def test_a_bridged_run_evaluates_and_samples(runs):
     config = config_of_run(runs / "bridged")
-    assert np.isfinite(use.evaluate(config, runs / "bridged")["eval/loss"])
-    assert use.sample(config, runs / "bridged")["new_tokens"] == 4
+    assert np.isfinite(finished_run.evaluate(config, runs / "bridged")["eval/loss"])
+    assert finished_run.sample(config, runs / "bridged")["new_tokens"] == 4
 
 
 # ---- refusals ----------------------------------------------------------------------------------
@@ -290,7 +292,7 @@ def test_members_and_settings_that_do_not_fit_are_refused_by_name():
 def test_runs_that_cannot_be_bridged_are_refused(runs, tmp_path):
     text = runs / "b.txt"
     chars = config_of("", text, **{**SMALL, "model.depth": 1, "data.tokenizer": "chars"})
-    train.compose(chars, tmp_path / "chars")  # at step 0
+    trainer.compose(chars, tmp_path / "chars")  # at step 0
     for changes, name in [
         ({"model.anchor": ""}, "config.model.anchor=''"),
         ({"model.augment": ("gone",)}, "config.model.augment='gone'"),
@@ -300,5 +302,5 @@ def test_runs_that_cannot_be_bridged_are_refused(runs, tmp_path):
         ({"adapter.kind": "lora"}, "config.adapter.kind='lora'"),
     ]:
         config = config_of("bridge", text, **{**between(runs), **changes})
-        refused(lambda config=config: train.compose(config, tmp_path / "composed"), name)
+        refused(lambda config=config: trainer.compose(config, tmp_path / "composed"), name)
         shutil.rmtree(tmp_path / "composed", ignore_errors=True)

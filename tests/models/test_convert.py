@@ -11,11 +11,13 @@ import pytest
 from run_files import edit_record
 from test_import import error_line, run
 
-from efx import build, flops, models, optim, runfolder
-from efx.config import config_of_run
+from efx import models, run_dir
+from efx.config.load import config_of_run
 from efx.data import bpe
 from efx.interop import hf
-from efx.metrics import read_metrics
+from efx.layers import flops
+from efx.logging import read_metrics
+from efx.train import optim, setup
 
 pytestmark = pytest.mark.usefixtures("one_device")
 SMALL = {
@@ -70,7 +72,7 @@ def child(parent):
 
 def read(workdir):
     """(model, variables) of a run, unrolled."""
-    e, _, params, averages = build.finished(config_of_run(workdir), workdir)
+    e, _, params, averages = setup.finished(config_of_run(workdir), workdir)
     variables = models.unroll_variables(e.model, {"params": params, **averages})
     return models.unrolled(e.model), variables
 
@@ -94,15 +96,15 @@ def test_at_capacity_1_a_converted_model_is_its_parent(parent, child):
 
 
 def test_a_converted_run_has_the_text_of_its_parent_and_records_it(parent, child):
-    config, record = config_of_run(child), runfolder.run_record(child)
+    config, record = config_of_run(child), run_dir.run_record(child)
     routing = config.model.depth_routing
     assert (routing.kind, routing.gate, routing.causal) == ("mod", "twice_sigmoid", "threshold")
     assert config.train.teacher == str(parent) and config.losses.distill == 0
     assert record["converted"]["to"] == "mod" and record["converted"]["step"] == 2
     assert "teacher" not in record
     for name in ("tokenizer", "text"):
-        assert record[name] == runfolder.run_record(parent)[name]
-    held_out = runfolder.HELD_OUT_FILE
+        assert record[name] == run_dir.run_record(parent)[name]
+    held_out = run_dir.HELD_OUT_FILE
     assert (child / held_out).read_text() == (parent / held_out).read_text()
 
 
@@ -117,9 +119,9 @@ def test_an_imported_run_is_converted(settings, tmp_path, capsys):
     assert run(*flags, **settings) == 0
     child = converted(imported, tmp_path / "child")
     assert_equal_at_capacity_1(imported, child)
-    record = runfolder.run_record(child)
+    record = run_dir.run_record(child)
     assert record["converted"]["step"] == 0 and "text" not in record
-    assert record["tokenizer"] == runfolder.run_record(imported)["tokenizer"]
+    assert record["tokenizer"] == run_dir.run_record(imported)["tokenizer"]
     # Positions go by a block's number.
     config = config_of_run(imported)
     config.model.attention.no_rope_every = 2
@@ -162,10 +164,10 @@ def test_only_new_parameters_are_trained(parent, tmp_path, variant):
 
 def test_without_a_weight_there_is_no_teacher(child):
     config = config_of_run(child)
-    vocab_size = build.setup(config, child).tokenizer.vocab_size
-    assert build.without_text(config, vocab_size).teacher is None
+    vocab_size = setup.setup(config, child).tokenizer.vocab_size
+    assert setup.without_text(config, vocab_size).teacher is None
     config.losses.distill = 1.0
-    assert build.without_text(config, vocab_size).teacher is not None
+    assert setup.without_text(config, vocab_size).teacher is not None
 
 
 @pytest.fixture(scope="module")
@@ -187,13 +189,13 @@ def test_a_converted_run_follows_its_parent(parent, distilled):
     assert all(row["losses/distill"] > 0 for row in rows)
     objective = rows[-1]["train/loss"] + 0.5 * rows[-1]["losses/distill"]
     np.testing.assert_allclose(rows[-1]["train/objective"], objective, rtol=1e-5)
-    e = build.experiment(config_of_run(folder), folder)
+    e = setup.experiment(config_of_run(folder), folder)
     teacher = e.teacher.model.ledger(16, "causal").nominal_per_token * e.tokens_per_step
     assert rows[-1]["flops"] == 4 * (e.ledger.train_flops(e.tokens_per_step) + teacher)
     forward = flops.executed(e.teacher.model, 16, 4, train=False)
     assert rows[-1]["flops_realised"] == 4 * (3 * flops.executed(e.model, 16, 4) + forward)
     assert rows[-1]["flops_teacher"] == 4 * forward
-    record = runfolder.run_record(folder)["teacher"]
+    record = run_dir.run_record(folder)["teacher"]
     assert record["run"] == str(parent) and record["step"] == 2
 
 
@@ -212,7 +214,7 @@ def test_another_teacher_is_refused(parent, distilled, tmp_path, capsys):
     start, _ = distilled
     student = tmp_path / "run"
     shutil.copytree(start, student)
-    teacher = runfolder.run_record(student)["teacher"] | {"parameters": "0" * 32}
+    teacher = run_dir.run_record(student)["teacher"] | {"parameters": "0" * 32}
     edit_record(student, lambda record: record | {"teacher": teacher})
     assert run("--workdir", student, **{"train.teacher": parent}) == 2
     assert f"config.train.teacher={parent}" in error_line(capsys)

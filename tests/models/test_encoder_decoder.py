@@ -8,9 +8,10 @@ from families import VOCAB
 from formulas import attention, linear, mlp
 from refusals import refused
 
-from efx import losses, models, optim
-from efx.config import load_config
+from efx import models
+from efx.config.load import load_config
 from efx.models.encoder_decoder import EmbeddingLoss
+from efx.train import losses, optim
 
 STREAMS = {"family": "encoder_decoder", "mlp.hidden": 48}
 

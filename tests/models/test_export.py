@@ -30,7 +30,7 @@ from test_import import (  # noqa: F401
 )
 from test_interop import transformers  # noqa: F401
 
-from efx.config import config_of_run
+from efx.config.load import config_of_run
 from efx.data import bpe
 from efx.data.tokenizers import ByteTokenizer, CharTokenizer
 from efx.interop import export_run, hf, own_format, weights

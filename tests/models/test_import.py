@@ -11,10 +11,11 @@ import pytest
 from ml_dtypes import bfloat16
 from safetensors.numpy import load_file, save_file
 
-from efx import build, main, runfolder
-from efx.config import config_of_run
+from efx import main, run_dir
+from efx.config.load import config_of_run
 from efx.data import bpe, load_tokenizer
 from efx.interop import hf, weights
+from efx.train import setup
 
 pytestmark = pytest.mark.usefixtures("one_device")
 TEXT = "The quick brown fox jumps over the lazy dog. " * 90
@@ -76,9 +77,9 @@ def imported(folder, tmp_path_factory):
 
 def read_run(workdir):
     """(model, variables as numpy) of a run at step 0."""
-    setup, step, params, state = build.finished(config_of_run(workdir), workdir)
+    built, step, params, state = setup.finished(config_of_run(workdir), workdir)
     assert step == 0
-    return setup.model, jax.tree.map(np.asarray, {"params": params, **state})
+    return built.model, jax.tree.map(np.asarray, {"params": params, **state})
 
 
 def test_the_run_has_the_parameters_of_the_folder(folder, imported):
@@ -308,4 +309,4 @@ def test_other_refusals(folder, imported, tmp_path, capsys):
         assert name in error_line(capsys)
     assert sorted(path.name for path in imported.iterdir()) == before
     assert not (tmp_path / "run").exists()
-    assert runfolder.recorded_config(imported)["model"]["width"] == 32
+    assert run_dir.recorded_config(imported)["model"]["width"] == 32

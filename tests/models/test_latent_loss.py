@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from latent_helpers import NONE, make
 
-from efx import losses
+from efx.train import losses
 
 ROWS, LENGTH = 3, 24
 SEGMENTS = np.repeat([[1, 2, 0], [1, 2, 3], [1, 1, 1]], [5, 9, 10], axis=1)

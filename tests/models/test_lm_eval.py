@@ -15,9 +15,10 @@ from refusals import refused
 from test_import import folder, routed, run  # noqa: F401
 from test_interop import transformers  # noqa: F401
 
-from efx import build, sharding
 from efx.data.tokenizers import ByteTokenizer
 from efx.interop import lm_eval, scoring
+from efx.parallel import sharding
+from efx.train import setup
 
 pytestmark = pytest.mark.usefixtures("one_device")
 T = families.LENGTH
@@ -26,9 +27,9 @@ T = families.LENGTH
 def scorer(model, params, state=(), devices=1, **options):
     axes = {**dict.fromkeys(sharding.MESH_AXES, 1), "data": devices}
     mesh = sharding.make_mesh(axes, jax.local_devices()[:devices])
-    setup = build.Setup(None, ByteTokenizer(), model, mesh, sharding.DEFAULT_RULES)
+    built = setup.Setup(None, ByteTokenizer(), model, mesh, sharding.DEFAULT_RULES)
     options = {"batch_size": 4, **options}
-    return scoring.Scorer(setup, {"params": params, **dict(state)}, **options)
+    return scoring.Scorer(built, {"params": params, **dict(state)}, **options)
 
 
 @pytest.fixture(autouse=True)

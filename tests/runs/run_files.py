@@ -6,8 +6,8 @@ import json
 import resource
 
 from efx.configs import common
-from efx.metrics import MetricsWriter
-from efx.runfolder import MANIFEST
+from efx.logging import MetricsWriter
+from efx.run_dir import MANIFEST
 
 TINY = {
     "steps": 2, "data.seq_len": 16, "data.batch_size": 8,

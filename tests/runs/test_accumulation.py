@@ -10,10 +10,11 @@ import optax
 import pytest
 from ml_collections import ConfigDict
 
-from efx import optim, sharding, step
 from efx.data.pipeline import Data
 from efx.data.stream import Stream
 from efx.data.tokenizers import ByteTokenizer
+from efx.parallel import sharding
+from efx.train import optim, step
 
 ROWS, LENGTH = 8, 16
 

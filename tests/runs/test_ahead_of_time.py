@@ -10,10 +10,11 @@ import jax
 import pytest
 from refusals import refused
 
-from efx import flops, main
+from efx import main
 from efx.ahead_of_time import compile as compile_lib
 from efx.ahead_of_time import topology
-from efx.config import load_config
+from efx.config.load import load_config
+from efx.layers import flops
 
 SMALL = {
     "model.width": 16,

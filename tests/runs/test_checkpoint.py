@@ -15,9 +15,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from refusals import refused
 from run_files import largest_file
 
-from efx.checkpoint import CheckpointError, files, restore_params
-from efx.checkpoint.files import MANIFEST
-from efx.sharding import path_names
+from efx.checkpoint import CheckpointError, manifest, restore_params
+from efx.checkpoint.manifest import MANIFEST
+from efx.parallel.sharding import path_names
 
 # ---- round trips -----------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ def test_the_padding_of_the_vocabulary_may_differ(tmp_path, size):
 
     def padded(state, size):
         def one(path, x):
-            axis = files.VOCABULARY.get(path_names(path)[-2:])
+            axis = manifest.VOCABULARY.get(path_names(path)[-2:])
             if axis is None:
                 return x
             x = jnp.moveaxis(x, axis, 0)[:13]

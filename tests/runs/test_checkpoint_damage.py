@@ -17,8 +17,8 @@ from checkpoint_helpers import abstract, assert_same, files_of, flip, make, make
 from refusals import refused
 from run_files import largest_file
 
-from efx.checkpoint import CheckpointError, files, restore_params
-from efx.checkpoint.files import MANIFEST
+from efx.checkpoint import CheckpointError, manifest, restore_params
+from efx.checkpoint.manifest import MANIFEST
 
 # ---- damage ----------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ def test_without_an_intact_checkpoint_nothing_is_restored(tmp_path):
 def test_a_checkpoint_that_its_run_deletes_while_it_is_read(tmp_path, monkeypatch):
     """The newest one by then is read instead, unless the step was requested by number."""
     states, later = saved(tmp_path / "c"), tmp_path / "6"
-    root, verify = tmp_path / "c", files.verify
+    root, verify = tmp_path / "c", manifest.verify
 
     def deleted(folder):
         if folder.name == "4":
@@ -92,7 +92,7 @@ def test_a_checkpoint_that_its_run_deletes_while_it_is_read(tmp_path, monkeypatc
         verify(folder)
 
     shutil.copytree(root / "4", later)
-    monkeypatch.setattr(files, "verify", deleted)
+    monkeypatch.setattr(manifest, "verify", deleted)
     assert_same(make(root).restore(abstract(states[4])).state, states[4])
     shutil.move(root / "6", root / "4")
     refused(lambda: restore_params(root, abstract(states[4].params), 4), "checkpoint 4")
@@ -143,7 +143,7 @@ def test_a_state_of_other_shapes_types_or_leaves_is_refused(tmp_path, capfd):
     ],
 )
 def test_the_status_of_a_failed_save_tells_whether_a_rerun_may_succeed(error, root, status):
-    kind = files.Passing if files.may_pass(error, root) else CheckpointError
+    kind = manifest.Passing if manifest.may_pass(error, root) else CheckpointError
     assert kind.status == status
 
 

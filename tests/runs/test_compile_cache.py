@@ -3,8 +3,8 @@
 import jax
 import pytest
 
-from efx import compile_cache, hosts, runfolder
 from efx.errors import UsageError
+from efx.parallel import compile_cache, multihost
 
 
 @pytest.mark.parametrize(
@@ -21,8 +21,8 @@ def test_gpu_processes_that_do_not_share_the_cache_do_not_use_it(
     updates = {}
     monkeypatch.setenv("EFX_COMPILE_CACHE", str(tmp_path))
     monkeypatch.setattr(jax.config, "update", updates.__setitem__)
-    monkeypatch.setattr(runfolder, "check_shared", refuse)
-    monkeypatch.setattr(hosts, "connected", lambda: True)
+    monkeypatch.setattr(multihost, "check_shared", refuse)
+    monkeypatch.setattr(multihost, "connected", lambda: True)
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     compile_cache.keep_compiled()

@@ -11,12 +11,12 @@ from data_helpers import make_config, write_records
 from refusals import refused
 from safetensors.numpy import save_file
 
-from efx import reading, runfolder
-from efx.checkpoint import files
+from efx import io, run_dir
+from efx.checkpoint import manifest
 from efx.data import load, shards
 from efx.data.tokenizers import ByteTokenizer, load_tokenizer
 from efx.interop.weights import INDEX, Weights
-from efx.metrics import read_metrics
+from efx.logging import read_metrics
 
 CONFIG = {"seed": 0, "steps": 1, "model": {}}
 DEEP = "[" * 100_000
@@ -26,7 +26,7 @@ DEEP = "[" * 100_000
 def run(tmp_path):
     """A run directory with an empty checkpoint."""
     path = tmp_path / "run"
-    runfolder.open_run(path, CONFIG, command_line=[]).commit({})
+    run_dir.open_run(path, CONFIG, command_line=[]).commit({})
     (path / "checkpoints/1/state").mkdir(parents=True)
     return path
 
@@ -38,10 +38,10 @@ def run(tmp_path):
 def test_a_manifest_names_files_of_its_checkpoint(tmp_path, name):
     folder = tmp_path / "checkpoints/1"
     folder.mkdir(parents=True)
-    manifest = {"files": {"a": [1, "x"], name: [0, "x"]}, "metrics": {}}
-    (folder / files.MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(files.Damage) as error:
-        files.verify(files.as_root(folder))
+    contents = {"files": {"a": [1, "x"], name: [0, "x"]}, "metrics": {}}
+    (folder / manifest.MANIFEST).write_text(json.dumps(contents))
+    with pytest.raises(manifest.Damage) as error:
+        manifest.verify(manifest.as_root(folder))
     assert repr(name) in str(error.value)
 
 
@@ -73,8 +73,8 @@ def test_an_index_of_shards_names_files_beside_it_and_their_tokens(tmp_path, key
 def test_every_reader_of_json_refuses_deep_large_and_endless_files(tmp_path, run):
     (tmp_path / "shards").mkdir()
     readers = {
-        run / "config.json": lambda path: runfolder.recorded_config(run),
-        run / "run.json": lambda path: runfolder.run_record(run),
+        run / "config.json": lambda path: run_dir.recorded_config(run),
+        run / "run.json": lambda path: run_dir.run_record(run),
         tmp_path / "tokenizer.json": load_tokenizer,
         tmp_path / INDEX: lambda path: Weights(tmp_path),
         tmp_path / "shards/meta.json": lambda path: shards.TokenShards(
@@ -82,7 +82,7 @@ def test_every_reader_of_json_refuses_deep_large_and_endless_files(tmp_path, run
         ),
     }
     for path, read in readers.items():
-        for content in (DEEP, b"\xed\xa0\x80", "{", reading.MOST_JSON + 1, "pipe"):
+        for content in (DEEP, b"\xed\xa0\x80", "{", io.MOST_JSON + 1, "pipe"):
             path.unlink(missing_ok=True)
             if content == "pipe" and path.parent != run:  # a run takes one for absent
                 os.mkfifo(path)

@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 from run_files import TINY
 
-from efx import hosts, runfolder, train
-from efx.checkpoint.files import MANIFEST
+from efx import run_dir
+from efx.checkpoint.manifest import MANIFEST
 from efx.configs import common
-from efx.metrics import read_metrics
+from efx.logging import read_metrics
+from efx.parallel import multihost
+from efx.train import trainer
 
 pytestmark = pytest.mark.usefixtures("one_device")  # of this process
 SHARED = TINY | {
@@ -35,17 +37,19 @@ PROCESS = """
 import json, os, sys, jax
 rank, port, folder, devices, launches = int(sys.argv[1]), *sys.argv[2:]
 jax.config.update("jax_num_cpu_devices", int(devices))
-from efx import hosts, main, train
+from efx import main
+from efx.parallel import multihost
+from efx.train import trainer
 from efx.configs import common
 def launch(changes, run="two"):
-    train.train_and_evaluate(common.apply(common.base(), changes), f"{folder}/{run}")
+    trainer.train_and_evaluate(common.apply(common.base(), changes), f"{folder}/{run}")
 def run(argv):
     if "check" in globals():
         check(json.loads(launches)[0])
     for changes in json.loads(launches):
         launch(changes)
 main.run = run
-hosts.connect(f"localhost:{port}", 2, rank, preemption=True)
+multihost.connect(f"localhost:{port}", 2, rank, preemption=True)
 sys.exit(main.main([]))
 """
 
@@ -56,8 +60,9 @@ def check(changes):
     import numpy as np
     from jax.experimental import multihost_utils
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
-    from efx import runfolder
-    from efx.checkpoint import Checkpointer, files
+    from efx import run_dir
+    from efx.parallel import multihost
+    from efx.checkpoint import Checkpointer, manifest
     from efx.errors import UsageError
 
     def refused(call):
@@ -74,10 +79,10 @@ def check(changes):
         return jax.make_array_from_callback(values.shape, split, lambda index: values[index])
 
     assert "http_proxy" in os.environ  # only the connection is made without it
-    runfolder._SHARED_SECONDS = files._SEEN_SECONDS = 1
-    runfolder.check_shared(f"{folder}/both/run")
-    refused(lambda: runfolder.check_shared(f"{folder}/of_{rank}/run"))
-    refused(lambda: runfolder.Lock(f"{folder}/held").take())
+    multihost._SHARED_SECONDS = manifest._SEEN_SECONDS = 1
+    multihost.check_shared(f"{folder}/both/run")
+    refused(lambda: multihost.check_shared(f"{folder}/of_{rank}/run"))
+    refused(lambda: run_dir.Lock(f"{folder}/held").take())
     source = {"data.source": f"text:{folder}/text_{rank}.txt"}
     refused(lambda: launch(changes | source, "texts"))
 
@@ -182,7 +187,7 @@ def made(folder, **changes):
 
     def one_process(steps, run):
         changes = shared | {"steps": steps, "mesh.data": 1}
-        train.train_and_evaluate(common.apply(common.base(), changes), folder / run)
+        trainer.train_and_evaluate(common.apply(common.base(), changes), folder / run)
 
     one_process(ALONE, "one")
     shutil.copytree(folder / "one", folder / "two")
@@ -208,7 +213,7 @@ def pair(tmp_path_factory, root, one_device):
     shared, one_process = made(folder)
     launches = [shared | {"steps": 10**6, "mesh.data": 1, "mesh.fsdp": 2}]
     with (
-        runfolder.Lock(folder / "held") as lock,
+        run_dir.Lock(folder / "held") as lock,
         Pair(CHECKS + PROCESS, root, folder, 1, launches) as processes,
     ):
         lock.take()
@@ -302,6 +307,6 @@ def test_the_death_of_a_process_is_reported_by_the_other(meshes):
     runtime aborts the process."""
     _, outputs, status = meshes
     last = outputs[0].splitlines()[-1]
-    assert status in (hosts.LOST, -signal.SIGABRT) and last.startswith("efx: stopped: ")
-    if status == hosts.LOST:
+    assert status in (multihost.LOST, -signal.SIGABRT) and last.startswith("efx: stopped: ")
+    if status == multihost.LOST:
         assert "Traceback" not in outputs[0] and "Check failure" not in outputs[0]

@@ -3,6 +3,7 @@
 One tiny run is trained; the tests damage copies of it.
 """
 
+import functools
 import json
 import math
 import os
@@ -23,13 +24,14 @@ import pytest
 import refusals
 from run_files import TINY, largest_file, move, tiny
 
-from efx import build, main, run_settings, runfolder, train, use
+from efx import main, run_dir
 from efx.checkpoint import start_from
-from efx.config import config_of_run
+from efx.config.load import config_of_run, to_config
 from efx.configs import common
 from efx.errors import UsageError
-from efx.metrics import read_metrics
-from efx.step import TrainState
+from efx.logging import read_metrics
+from efx.train import finished_run, setup, trainer
+from efx.train.step import TrainState
 
 TEXT = "".join(f"line {i} of the text\n" for i in range(100))
 
@@ -39,7 +41,7 @@ def trained(tmp_path_factory, one_device):
     """(folder with a.txt in it, run folder of two steps on a.txt)."""
     top = tmp_path_factory.mktemp("launches")
     (top / "a.txt").write_text(TEXT)
-    train.train_and_evaluate(tiny(top / "a.txt"), top / "run")
+    trainer.train_and_evaluate(tiny(top / "a.txt"), top / "run")
     return top
 
 
@@ -57,14 +59,14 @@ def contents(folder):
     return {
         str(path): path.read_bytes()
         for path in folder.rglob("*")
-        if path.is_file() and path.name != runfolder.LOCK_FILE
+        if path.is_file() and path.name != run_dir.LOCK_FILE
     }
 
 
 def refused(config, folder, *names):
     """The launch is refused, and leaves all files as they were."""
     before = contents(folder)
-    refusals.refused(lambda: train.train_and_evaluate(config, folder), *names)
+    refusals.refused(lambda: trainer.train_and_evaluate(config, folder), *names)
     assert contents(folder) == before
 
 
@@ -108,7 +110,7 @@ def test_a_killed_run_resumes_bit_for_bit(trained, tmp_path, root, monkeypatch):
 
 
 def assert_same_parameters(*runs):
-    restored = [build.finished(config_of_run(run), run)[2] for run in runs]
+    restored = [setup.finished(config_of_run(run), run)[2] for run in runs]
     for a, b in zip(*map(jax.tree.leaves, restored), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -119,20 +121,20 @@ def assert_same_parameters(*runs):
 def test_a_text_that_grew_keeps_its_held_out_part(copy):
     """A run resumes on a changed text on request only, and what was held out stays held out."""
     text, run = copy / "a.txt", copy / "run"
-    record = runfolder.run_record(run)
+    record = run_dir.run_record(run)
     with open(text, "a") as file:
         file.write("more\n" * 200)
     more = {"steps": 3}
     refused(tiny(text, **more), run, "config.data.source=", "keep_split")
-    refusals.refused(lambda: use.evaluate(tiny(text), run), "config.data.source=")
+    refusals.refused(lambda: finished_run.evaluate(tiny(text), run), "config.data.source=")
     keep = {"data.on_change": "keep_split"}
-    assert use.evaluate(tiny(text, **keep), run)["eval/tokens"] == int(0.1 * len(TEXT)) - 1
-    train.train_and_evaluate(tiny(text, **more, **keep), run)
+    assert finished_run.evaluate(tiny(text, **keep), run)["eval/tokens"] == int(0.1 * len(TEXT)) - 1
+    trainer.train_and_evaluate(tiny(text, **more, **keep), run)
     # The new text is recorded, and no longer needs permission.
-    again = runfolder.run_record(run)["text"]
+    again = run_dir.run_record(run)["text"]
     assert again["held_out"] == record["text"]["held_out"]
     assert again["source"] != record["text"]["source"]
-    metrics = use.evaluate(tiny(text, **more), run)
+    metrics = finished_run.evaluate(tiny(text, **more), run)
     assert metrics["eval/tokens"] == int(0.1 * len(TEXT)) - 1
 
 
@@ -141,8 +143,8 @@ def test_a_text_may_move_but_not_change(copy):
     moved.write_text(TEXT[::-1])
     refused(tiny(moved, **{"steps": 3}), run, f"config.data.source=text:{moved}")
     (copy / "a.txt").rename(moved)
-    train.train_and_evaluate(tiny(moved, **{"steps": 3}), run)
-    metrics = use.evaluate(config_of_run(run), run)
+    trainer.train_and_evaluate(tiny(moved, **{"steps": 3}), run)
+    metrics = finished_run.evaluate(config_of_run(run), run)
     assert metrics["eval/tokens"] == int(0.1 * len(TEXT)) - 1
 
 
@@ -151,18 +153,21 @@ def test_another_text_is_evaluated_from_its_first_byte_to_its_last(trained, tmp_
     (tmp_path / "other.txt").write_text("another text\n" * 30)
     changes = {"data.max_bytes": 40, "data.eval_fraction": 0.01}
     other = tiny("/gone", **changes, **{"data.eval_source": f"text:{tmp_path}/other.txt"})
-    assert use.evaluate(other, trained / "run")["eval/tokens"] == 13 * 30 - 1
+    assert finished_run.evaluate(other, trained / "run")["eval/tokens"] == 13 * 30 - 1
     # Another split of the run's own text would evaluate on text that it was trained on.
     for key, value in (("eval_fraction", 0.5), ("max_bytes", 500), ("split", "documents")):
         config = tiny(trained / "a.txt", **{f"data.{key}": value})
-        refusals.refused(lambda: use.evaluate(config, trained / "run"), f"config.data.{key}")  # noqa: B023
+        run = trained / "run"
+        refusals.refused(
+            functools.partial(finished_run.evaluate, config, run), f"config.data.{key}"
+        )
 
 
 def test_a_run_with_an_evaluation_text_holds_nothing_out_and_refuses_another(trained, tmp_path):
     text = tmp_path / "test.txt"
     text.write_text("held out\n" * 40)
     config = tiny(trained / "a.txt", **{"data.eval_source": f"text:{text}", "steps": 1})
-    row = train.train_and_evaluate(config, tmp_path / "run")
+    row = trainer.train_and_evaluate(config, tmp_path / "run")
     assert row["eval/tokens"] == 359 and not (tmp_path / "run/held_out.json").exists()
     text.write_text("held out\n" * 41)
     refused(config, tmp_path / "run", "config.data.eval_source=")
@@ -183,11 +188,11 @@ def test_a_directory_without_a_checkpoint_is_free_for_any_config(trained, tmp_pa
     (tmp_path / "run/samples").mkdir()
     (tmp_path / "run/samples/step_9.txt").write_text("of the other run")
     config = tiny(trained / "a.txt", **{"seed": 1, "steps": 1})
-    train.train_and_evaluate(config, tmp_path / "run")
-    assert runfolder.recorded_config(tmp_path / "run")["seed"] == 1
+    trainer.train_and_evaluate(config, tmp_path / "run")
+    assert run_dir.recorded_config(tmp_path / "run")["seed"] == 1
     assert json.loads((tmp_path / "run/tokenizer.json").read_text())["kind"] == "bytes"
     assert steps_of(tmp_path / "run") == [1]
-    assert len(runfolder.run_record(tmp_path / "run")["launches"]) == 1
+    assert len(run_dir.run_record(tmp_path / "run")["launches"]) == 1
     assert not list((tmp_path / "run/samples").iterdir())
 
 
@@ -223,12 +228,12 @@ def test_a_run_whose_text_tokenizer_or_settings_were_replaced_is_refused(copy):
         whole = (run / name).read_text()
         (run / name).write_text(whole + " ")
         refused(config, run, name)
-        use_it = use.sample if name == "tokenizer.json" else use.evaluate
+        use_it = finished_run.sample if name == "tokenizer.json" else finished_run.evaluate
         refusals.refused(lambda: use_it(tiny(text), run), name)  # noqa: B023
         (run / name).unlink()
         refused(config, run, name)
         (run / name).write_text(whole)
-    train.train_and_evaluate(config, run)
+    trainer.train_and_evaluate(config, run)
     assert json.loads((run / "config.json").read_text())["seed"] == 0
 
 
@@ -236,11 +241,11 @@ def test_a_run_whose_last_save_fails_has_not_finished(copy, capsys):
     run = copy / "run"
     with largest_file(20_000):
         refusals.refused(
-            lambda: train.train_and_evaluate(tiny(copy / "a.txt", **{"steps": 3}), run),
+            lambda: trainer.train_and_evaluate(tiny(copy / "a.txt", **{"steps": 3}), run),
             "checkpoint 3",
         )
     assert "finished: " not in capsys.readouterr().out
-    train.train_and_evaluate(tiny(copy / "a.txt", **{"steps": 3}), run)
+    trainer.train_and_evaluate(tiny(copy / "a.txt", **{"steps": 3}), run)
     assert "finished: " in capsys.readouterr().out and steps_of(run) == [1, 2, 3]
 
 
@@ -248,16 +253,16 @@ def test_a_missing_or_altered_metrics_row_does_not_stop_a_resume(copy):
     path = copy / "run/metrics.jsonl"
     first, second = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(first.replace(b"loss", b"lost"))
-    train.train_and_evaluate(tiny(copy / "a.txt", **{"steps": 3}), copy / "run")
+    trainer.train_and_evaluate(tiny(copy / "a.txt", **{"steps": 3}), copy / "run")
     assert steps_of(copy / "run") == [1, 3]
 
 
 def test_one_launch_at_a_time_writes_and_others_may_read(copy):
     config, run = tiny(copy / "a.txt", **{"steps": 3}), copy / "run"
-    with runfolder.Lock(run):
+    with run_dir.Lock(run):
         refused(config, run, f"--workdir={run}", f"process {os.getpid()}")
-        refusals.refused(lambda: train.compose(config, run), f"--workdir={run}")
-        assert math.isfinite(use.evaluate(tiny(copy / "a.txt"), run)["eval/loss"])
+        refusals.refused(lambda: trainer.compose(config, run), f"--workdir={run}")
+        assert math.isfinite(finished_run.evaluate(tiny(copy / "a.txt"), run)["eval/loss"])
 
 
 # ---- the end -------------------------------------------------------------------------------------
@@ -305,7 +310,7 @@ def test_running_averages_of_the_same_shape_come_from_the_run_started_from(tmp_p
     (tmp_path / "a").mkdir()
     config = common.base()
     old = state(7.0, {"block_1": 3, "block_3": 9, "block_5": 3})
-    with build.checkpointer(tmp_path / "a", run_settings.check(config).checkpoint) as checkpoints:
+    with setup.checkpointer(tmp_path / "a", to_config(config).checkpoint) as checkpoints:
         checkpoints.save(5, old, {}, {}, force=True)
     config.init.run = str(tmp_path / "a")
     config.init.rename = (("layers/block_2/(.*)", r"layers/block_5/\1"),)
@@ -322,9 +327,9 @@ def test_running_averages_of_the_same_shape_come_from_the_run_started_from(tmp_p
 def test_a_run_starts_with_the_parameters_of_the_run_started_from(trained, tmp_path):
     changes = {"init.run": str(trained / "run"), "steps": 1, "optim.learning_rate": 1e-30}
     config = tiny(trained / "a.txt", **changes)
-    train.train_and_evaluate(config, tmp_path / "next")
+    trainer.train_and_evaluate(config, tmp_path / "next")
     assert_same_parameters(trained / "run", tmp_path / "next")
-    assert runfolder.run_record(tmp_path / "next")["origin"]["step"] == 2
+    assert run_dir.run_record(tmp_path / "next")["origin"]["step"] == 2
 
 
 def test_the_tokenizer_is_that_of_the_run_started_from(trained, tmp_path):
@@ -335,15 +340,15 @@ def test_the_tokenizer_is_that_of_the_run_started_from(trained, tmp_path):
     # Its file is the same tokenizer by another name.
     shutil.copy(run / "tokenizer.json", tmp_path)
     same = {"init.run": str(run), "data.tokenizer": str(tmp_path / "tokenizer.json")}
-    e = build.experiment(tiny(trained / "a.txt", **same), tmp_path / "next")
+    e = setup.experiment(tiny(trained / "a.txt", **same), tmp_path / "next")
     assert e.tokenizer.kind == "bytes"
 
 
 def test_more_steps_warn_if_they_change_the_learning_rate(copy, capsys):
     longer = {"steps": 5, "optim.schedule.kind": "constant"}
-    build.experiment(tiny(copy / "a.txt", **longer), copy / "run")
+    setup.experiment(tiny(copy / "a.txt", **longer), copy / "run")
     assert capsys.readouterr().err == ""
-    build.experiment(tiny(copy / "a.txt", **{"steps": 5}), copy / "run")
+    setup.experiment(tiny(copy / "a.txt", **{"steps": 5}), copy / "run")
     assert "0.000868 instead of 0.0001" in capsys.readouterr().err
 
 
@@ -359,6 +364,6 @@ def test_a_batch_that_the_runtime_cannot_allocate_is_one_line(trained, tmp_path)
     resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, hard))
     try:
         with pytest.raises(UsageError, match="config.data.batch_size=4096"):
-            train.train_and_evaluate(config, tmp_path / "run")
+            trainer.train_and_evaluate(config, tmp_path / "run")
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

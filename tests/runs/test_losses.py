@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from refusals import refused
 
-from efx import losses
+from efx.train import losses
 
 
 def batch(rows=2, length=7, vocab=11, width=4, seed=0):

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from efx import losses, means
+from efx.layers import batch_means
+from efx.train import losses
 
 
 def square(mean_E):
@@ -20,15 +21,15 @@ def test_contributions_add_up_to_the_mean_of_both_batches(function):
     valid = [rng.random((b, 3)) < 0.6 for b in (1, 2)]
 
     def total(values):
-        both = [means.over(x, v, function) for x, v in zip(values, valid, strict=True)]
+        both = [batch_means.over(x, v, function) for x, v in zip(values, valid, strict=True)]
         return jax.tree.map(jnp.add, *both)
 
     def contributions(values, whole):
-        both = [means.over(x, v, function) for x, v in zip(values, valid, strict=True)]
+        both = [batch_means.over(x, v, function) for x, v in zip(values, valid, strict=True)]
         return sum(mean.contribution(whole) for mean in both)
 
     def together(values):
-        return means.over(jnp.concatenate(values), np.concatenate(valid), function).value()
+        return batch_means.over(jnp.concatenate(values), np.concatenate(valid), function).value()
 
     @jax.jit
     def computed(values):
@@ -44,16 +45,16 @@ def test_contributions_add_up_to_the_mean_of_both_batches(function):
 
 
 def test_means_without_tokens_and_of_scanned_layers():
-    empty = means.Mean(jnp.zeros(2), jnp.zeros(()), square)
+    empty = batch_means.Mean(jnp.zeros(2), jnp.zeros(()), square)
     assert empty.value() == 0 and np.isfinite(empty.contribution(empty))
-    layers = means.Mean(jnp.ones((4, 2)), jnp.arange(4.0), square)
+    layers = batch_means.Mean(jnp.ones((4, 2)), jnp.arange(4.0), square)
     np.testing.assert_allclose(layers.value(), [2.0, 2.0, 0.5, 2 / 9], rtol=1e-6)
 
 
 def sown(*layers):
     """The means sown by a stack of scanned layers and one layer outside of it, the scanned ones
     first: of pairs (values [B, T], whether each counts)."""
-    *scanned, last = (means.over(jnp.float32(x), valid) for x, valid in layers)
+    *scanned, last = (batch_means.over(jnp.float32(x), valid) for x, valid in layers)
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *scanned)
     return {"units": {"x": (stacked,)}, "last": {"x": (last,)}}
 
@@ -96,7 +97,7 @@ def test_micro_batches_skip_the_layers_without_tokens_in_the_batch():
 
 
 def test_a_plain_value_is_one_token_of_its_batch():
-    one, other = (means.sown({"losses": {"x": (jnp.float32(x),)}}, "losses") for x in (3, 1))
+    one, other = (batch_means.sown({"losses": {"x": (jnp.float32(x),)}}, "losses") for x in (3, 1))
     assert losses.collect_sown(one) == {"x": 3.0}
     whole = jax.tree.map(jnp.add, one, other)
     assert losses.collect_sown(whole) == {"x": 2.0}

@@ -14,7 +14,7 @@ import pytest
 from refusals import refused
 from run_files import largest_file, writer_of
 
-from efx.metrics import (
+from efx.logging import (
     MetricsBuffer,
     MetricsWriter,
     Progress,
@@ -227,7 +227,7 @@ def test_wandb_resumes_the_same_run_and_rewinds_it(tmp_path, monkeypatch):
 
 WANDB = """if True:
     import sys
-    from efx.metrics import MetricsWriter
+    from efx.logging import MetricsWriter
     for resume_step, last in ((None, 13), (10, 12), (10, 15)):
         with MetricsWriter(
             sys.argv[1], tensorboard=False, wandb={"project": "p"}, resume_step=resume_step

@@ -1,7 +1,7 @@
 """Runs and data in an object store, against a stand-in; and addresses that are refused."""
 
-import io
 import os
+from io import StringIO
 
 import fsspec
 import numpy as np
@@ -10,12 +10,13 @@ import pytest
 from refusals import refused
 from run_files import tiny
 
-from efx import main, storage, train, use
+from efx import io, main
 from efx.data import load, write_token_shards
 from efx.data.tokenizers import ByteTokenizer
 from efx.errors import PassingError, UsageError
-from efx.metrics import read_metrics
+from efx.logging import read_metrics
 from efx.studies import sweep
+from efx.train import finished_run, trainer
 
 SMALL = {
     "model.attention.num_heads": 1, "optim.schedule.decay_steps": 8, "log.tensorboard": True,
@@ -51,14 +52,14 @@ def run(objects, tmp_path_factory):
         patch.chdir(tmp / "cwd")
         patch.setattr("tempfile.tempdir", str(tmp / "tmp"))
         for steps in (2, 4):
-            train.train_and_evaluate(config(tmp, steps=steps), RUN)
+            trainer.train_and_evaluate(config(tmp, steps=steps), RUN)
     return tmp
 
 
 def test_a_run_in_a_bucket_has_the_losses_samples_and_files_of_one_on_a_disk(run, objects):
     (run / "a.txt").write_text(TEXT)
     disk = run / "disk"
-    train.train_and_evaluate(config(run, source=run / "a.txt", steps=4), disk)
+    trainer.train_and_evaluate(config(run, source=run / "a.txt", steps=4), disk)
     assert losses(RUN) == losses(disk) and len(losses(RUN)) == 4
     for name in ("step_00000002.txt", "step_00000004.txt"):
         text = objects[f"bucket/runs/a/samples/{name}"][0].decode()
@@ -73,11 +74,11 @@ def test_a_run_in_a_bucket_has_the_losses_samples_and_files_of_one_on_a_disk(run
 
 
 def test_a_run_in_a_bucket_is_evaluated_and_sampled_from(run):
-    recorded, stream = config(run, steps=4), io.StringIO()
-    metrics = use.evaluate(recorded, RUN)
+    recorded, stream = config(run, steps=4), StringIO()
+    metrics = finished_run.evaluate(recorded, RUN)
     assert metrics["eval/loss"] == pytest.approx(read_metrics(RUN)[-1]["eval/loss"])
     recorded.sample.prompt = "abc"
-    use.sample(recorded, RUN, stream=stream)
+    finished_run.sample(recorded, RUN, stream=stream)
     assert stream.getvalue().startswith("abc") and len(stream.getvalue()) > 3
 
 
@@ -93,11 +94,13 @@ def test_damage_in_a_bucket_is_found(run, objects, capsys):
     recorded = config(run, steps=4)
     try:
         object_store.put(name, data)
-        refused(lambda: use.sample(recorded, RUN), "checkpoint 4", name.rsplit("/", 1)[1])
+        refused(lambda: finished_run.sample(recorded, RUN), "checkpoint 4", name.rsplit("/", 1)[1])
         for last in lasts:
             objects.update(before)
             del objects[last]
-            refused(lambda: use.sample(recorded, RUN), "gs://bucket", "no finished checkpoint")
+            refused(
+                lambda: finished_run.sample(recorded, RUN), "gs://bucket", "no finished checkpoint"
+            )
     finally:
         objects.update(before)
 
@@ -109,7 +112,7 @@ def test_a_save_that_was_cut_off_in_a_bucket_makes_way_for_the_next(run, objects
     try:
         for name in ("state/left", "meta/metadata"):
             object_store.put(f"{begin}6/{name}", b"")
-        train.train_and_evaluate(config(run, steps=6), RUN)
+        trainer.train_and_evaluate(config(run, steps=6), RUN)
         assert f"{begin}6/commit_success.txt" in objects
         assert f"{begin}6/state/left" not in objects
         assert losses(RUN).items() >= expected.items() and max(losses(RUN)) == 6
@@ -158,10 +161,10 @@ def test_data_in_a_bucket_is_that_of_a_disk(objects, tmp_path):
 
 
 def test_an_upload_that_fails_is_tried_again_and_at_the_end_an_error(objects, monkeypatch, capsys):
-    run_folder, begin = storage.folder("gs://bucket/runs/mirrored"), "bucket/runs/mirrored/"
+    run_folder, begin = io.folder("gs://bucket/runs/mirrored"), "bucket/runs/mirrored/"
     for step in (1, 2):
         object_store.put(f"{begin}samples/step_{step}.txt", b"old")
-    with storage.Mirror(run_folder, ("samples", "absent")) as mirror:
+    with io.Mirror(run_folder, ("samples", "absent")) as mirror:
         local = mirror.path
         assert len(list(local.rglob("*.txt"))) == 2
         (local / "samples/step_2.txt").unlink()
@@ -192,7 +195,7 @@ def test_a_workdir_in_another_store_is_refused(workdir, tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fsspec, "filesystem", missing)  # as without the extras
     monkeypatch.setenv("EFX_CACHE", str(tmp_path / "cache"))
-    storage._opened.cache_clear()
+    io._opened.cache_clear()
     assert main.main(["efx", "--mode=evaluate", f"--workdir={workdir}"]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith(f"efx: error: --workdir={workdir}"), line
@@ -218,7 +221,7 @@ def test_a_store_that_cannot_be_reached_is_one_line(problem, kind, objects, monk
         raise problem
 
     monkeypatch.setattr(object_store.Store, "info", fail)
-    storage._opened.cache_clear()
+    io._opened.cache_clear()
     with pytest.raises(UsageError, match="--workdir=gs://closed/run.*anonymous caller") as error:
-        storage.folder("gs://closed/run")
+        io.folder("gs://closed/run")
     assert type(error.value) is kind

@@ -9,9 +9,9 @@ import numpy as np
 import optax
 import pytest
 
-from efx import optim
+from efx.config.run import OptimConfig
 from efx.configs import common
-from efx.run_blocks import OptimConfig
+from efx.train import optim
 
 STEPS = 20
 OPTIMIZERS = typing.get_args(typing.get_type_hints(OptimConfig)["name"])

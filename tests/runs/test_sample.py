@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from refusals import refused
 
-from efx import models, sample, sharding
+from efx import models, sampling
 from efx.configs import common
 from efx.data.tokenizers import ByteTokenizer, CharTokenizer
 from efx.layers import stack
+from efx.parallel import sharding
 from efx.routing.selection import HEADROOM
 
 CONTEXT = 24
@@ -35,12 +36,12 @@ def build(**changes):
 
 @functools.cache
 def greedy(batch_size=1):
-    return sample.Sampler(build()[0], batch_size=batch_size, temperature=0.0)
+    return sampling.Sampler(build()[0], batch_size=batch_size, temperature=0.0)
 
 
 @functools.cache
 def warm(batch_size=1):
-    return sample.Sampler(build()[0], batch_size=batch_size, temperature=1.0, top_k=12, top_p=0.9)
+    return sampling.Sampler(build()[0], batch_size=batch_size, temperature=1.0, top_k=12, top_p=0.9)
 
 
 def variables():
@@ -67,7 +68,7 @@ def text_sampler(tokenizer=LETTERS, batch_size=1, model=None, **changes):
     """A sampler by a config.sample block."""
     config = common.base().sample
     config.update({"prompt": "a", "max_new_tokens": 30, "temperature": 0.0, **changes})
-    return sample.TextSampler(model or build()[0], tokenizer, config, batch_size=batch_size)
+    return sampling.TextSampler(model or build()[0], tokenizer, config, batch_size=batch_size)
 
 
 # ---- the tokens -----------------------------------------------------------------------------
@@ -111,8 +112,8 @@ def test_rows_of_a_batch_are_as_if_alone():
 
 
 def test_a_prompt_longer_than_a_chunk(monkeypatch):
-    monkeypatch.setattr(sample, "PREFILL", 5)
-    sampler = sample.Sampler(build()[0], temperature=0.0)
+    monkeypatch.setattr(sampling, "PREFILL", 5)
+    sampler = sampling.Sampler(build()[0], temperature=0.0)
     for length in (5, 23):
         assert make(sampler, [prompt(length)], n=3) == [reference(prompt(length), 3)]
 
@@ -155,7 +156,7 @@ def test_frequencies_follow_the_settings(temperature, top_k, top_p):
     logits_V, count = np.array([0.1, 2.0, -1.0, 1.0, 0.0, 1.5], np.float32), 20_000
     keys, logits_BV = jax.vmap(jax.random.key)(jnp.arange(count)), jnp.tile(logits_V, (count, 1))
     drawn_B, next_B = (
-        jax.jit(sample.choose)(logits_BV, keys, step, options(temperature, top_k, top_p))
+        jax.jit(sampling.choose)(logits_BV, keys, step, options(temperature, top_k, top_p))
         for step in (5, 6)
     )
     found_V = np.bincount(drawn_B, minlength=6) / count
@@ -176,7 +177,7 @@ def test_frequencies_follow_the_settings(temperature, top_k, top_p):
 )
 def test_nucleus_is_the_smallest_set_whose_mass_reaches_top_p(probs, top_k, top_p, kept):
     logits_BV = jnp.log(jnp.array([probs], jnp.float32))
-    filtered_BV = jax.jit(sample.filter_logits)(logits_BV, np.int32(top_k), np.float32(top_p))
+    filtered_BV = jax.jit(sampling.filter_logits)(logits_BV, np.int32(top_k), np.float32(top_p))
     assert np.flatnonzero(np.isfinite(filtered_BV[0])).tolist() == kept
 
 
@@ -188,7 +189,7 @@ def test_the_end_of_a_document_ends_a_text():
     prompts = [prompt(5), prompt(9, seed=1)]
     first, second = (reference(ids, 20) for ids in prompts)
     stop = next(i for i in first[3:] if i not in second)  # ends the first row only
-    sampler = sample.Sampler(build()[0], batch_size=4, temperature=0.0, stop_ids=(stop,))
+    sampler = sampling.Sampler(build()[0], batch_size=4, temperature=0.0, stop_ids=(stop,))
     rows = make(sampler, prompts * 2, n=20)
     assert rows == [first[: first.index(stop)], second] * 2
     assert sampler.stats["new_tokens"] == 2 * (len(rows[0]) + 20)
@@ -216,7 +217,7 @@ def test_texts_stop_row_by_row():
     # All rows have ended: sampling stops.
     sampler = text_sampler(batch_size=4, stop=alone[0][0], max_new_tokens=500)
     assert sampler.texts(variables(), ["abc"] * 4, seeds=range(4)) == [""] * 4
-    assert sampler.stats["new_tokens"] == 4 * sample.STREAM
+    assert sampler.stats["new_tokens"] == 4 * sampling.STREAM
 
 
 def test_a_character_is_streamed_when_all_its_bytes_are_there():
@@ -265,12 +266,12 @@ def test_everything_is_compiled_once(compiled):
     """Prefill, decoding and the empty cache, whatever prompts, seeds, settings and parameters."""
     other = jax.device_put(jax.tree.map(lambda x: x * 1.01, build()[1]), jax.devices()[0])
     before = compiled()
-    sampler = sample.Sampler(build()[0], batch_size=2, cache_size=20, top_p=0.9)
+    sampler = sampling.Sampler(build()[0], batch_size=2, cache_size=20, top_p=0.9)
     make(sampler, [prompt(1), prompt(3)])
     assert compiled() - before == 3
     for top_k in (0, 3):
         options = dict(cache_size=20, temperature=0.7, top_k=top_k)
-        sampler = sample.Sampler(build()[0], batch_size=2, **options)
+        sampler = sampling.Sampler(build()[0], batch_size=2, **options)
         for lengths in ((1, 4), (20, 2), (7, 19)):
             prompts = [prompt(length) for length in lengths]
             make(sampler, prompts, n=30, seeds=[5, 6])
@@ -291,7 +292,7 @@ def test_split_parameters_give_the_text_of_one_device_and_stay_split():
     split_shapes = {x.shape for x in jax.tree.leaves(split_params) if not x.is_fully_replicated}
     assert len(split_shapes) >= 3
     prompts = [prompt(3, seed=1), prompt(20, seed=2)]
-    sampler = sample.Sampler(model, batch_size=2, temperature=1.0, top_k=12, top_p=0.9)
+    sampler = sampling.Sampler(model, batch_size=2, temperature=1.0, top_k=12, top_p=0.9)
     expected = make(sampler, prompts, n=30, params=params)
     before = jax.live_arrays()
     known = set(map(id, before))

@@ -13,9 +13,11 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from refusals import refused
 
-from efx import flops, losses, models, sharding
-from efx.layers import linear
-from efx.sharding import DEFAULT_RULES
+from efx import models
+from efx.layers import flops, linear
+from efx.parallel import sharding
+from efx.parallel.sharding import DEFAULT_RULES
+from efx.train import losses
 
 ONE = dict.fromkeys(sharding.MESH_AXES, 1)
 

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from test_train import text, tiny  # noqa: F401 (a fixture)
 
-from efx import build, flops, train
-from efx.config import config_of_run
+from efx.config.load import config_of_run
 from efx.configs import mod
-from efx.metrics import read_metrics
-from efx.runfolder import CHECKPOINTS
+from efx.layers import flops
+from efx.logging import read_metrics
+from efx.run_dir import CHECKPOINTS
+from efx.train import setup, trainer
 
 pytestmark = pytest.mark.usefixtures("one_device")
 DENSE = {"mesh.data": -1, "model.depth": 1, "model.depth_routing.kind": "none", "steps": 1}
@@ -20,7 +21,7 @@ ROUTED = {"mesh.data": -1, "model.depth": 1, "model.depth_routing.every": 1, "st
 
 def arrays(folder):
     """{path: array} of a run's newest parameters."""
-    params = build.finished(config_of_run(folder), folder)[2]
+    params = setup.finished(config_of_run(folder), folder)[2]
     return {
         jax.tree_util.keystr(path): np.asarray(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
@@ -28,7 +29,7 @@ def arrays(folder):
 
 
 def run(folder, config):
-    return train.train_and_evaluate(config, folder)
+    return trainer.train_and_evaluate(config, folder)
 
 
 def training_rows(folder):
@@ -119,7 +120,7 @@ def flops_of(experiment, stages):
 
 
 def test_capacity_goes_through_its_stages(staged):
-    e = build.experiment(config_of_run(staged))
+    e = setup.experiment(config_of_run(staged))
     assert [stage.start for stage in e.stages] == [0, 2, 4]
     rows = training_rows(staged)
     # (selected and predicted / predicted) * (predicted / all) / (selected and predicted / selected)
@@ -163,7 +164,7 @@ def test_a_stage_has_thresholds_of_its_own(text, tmp_path):  # noqa: F811
 
 def test_nominal_flops_of_stages_decide_the_steps(text):  # noqa: F811
     config = tiny(text, **STAGES | {"steps": 0, "train_flops": 1e10})
-    e = build.experiment(config)
+    e = setup.experiment(config)
     assert e.flops(e.steps) == pytest.approx(1e10, rel=0.02)
     assert e.flops(0) == 0
     assert e.flops(1) == e.stages[0].ledger.train_flops(e.tokens_per_step)

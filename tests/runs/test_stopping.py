@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from run_files import TINY, tiny
 
-from efx import build, signals, train
-from efx.checkpoint import files
-from efx.evaluate import Evaluator
-from efx.metrics import read_metrics
+from efx.checkpoint import manifest
+from efx.logging import read_metrics
+from efx.parallel import signals
+from efx.train import setup, trainer
+from efx.train.evaluator import Evaluator
 
 pytestmark = pytest.mark.usefixtures("one_device")
 CHANGES = {"optim.schedule.decay_steps": 6, "checkpoint.every": 0, "evaluate.max_batches": 1}
@@ -59,7 +60,7 @@ def test_sigterm_saves_and_the_next_launch_makes_up_for_the_evaluation(
     """Rows, samples, parameters and the best checkpoint are those of a run that nobody stopped."""
     changes = CHANGES | {"sample.every": 2, "sample.max_new_tokens": 2}
     config, straight, broken = tiny(text, **changes), tmp_path / "straight", tmp_path / "broken"
-    train.train_and_evaluate(config, straight)
+    trainer.train_and_evaluate(config, straight)
     capsys.readouterr()
     released = threading.Event()
 
@@ -70,19 +71,19 @@ def test_sigterm_saves_and_the_next_launch_makes_up_for_the_evaluation(
 
     with monkeypatch.context() as patch:
         patch.setattr(Evaluator, "__call__", hang)
-        train.train_and_evaluate(config, broken)
+        trainer.train_and_evaluate(config, broken)
     released.set()
     out = capsys.readouterr().out
     assert "stopped at step 2 by SIGTERM" in out and "finished: " not in out
-    assert files.finished_steps(files.as_root(broken / "checkpoints")) == [2]
+    assert manifest.finished_steps(manifest.as_root(broken / "checkpoints")) == [2]
     assert "eval/loss" not in rows(broken)[-1] and not (broken / "samples").exists()
-    train.train_and_evaluate(config, broken)
+    trainer.train_and_evaluate(config, broken)
     assert "finished: 2 steps, " in capsys.readouterr().out
     assert rows(broken) == rows(straight) and samples(broken) == samples(straight)
-    params = [jax.tree.leaves(build.finished(config, run)[2]) for run in (straight, broken)]
+    params = [jax.tree.leaves(setup.finished(config, run)[2]) for run in (straight, broken)]
     jax.tree.map(np.testing.assert_array_equal, *params)
     for run in (straight, broken):
-        with build.checkpointer(run, build.run_settings.check(config).checkpoint) as checkpoints:
+        with setup.checkpointer(run, setup.run_settings.check(config).checkpoint) as checkpoints:
             assert checkpoints.best_step() == 2
 
 

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import run_files
 
-from efx import build, models, optim, sharding, train
-from efx import step as step_lib
+from efx import models
 from efx.configs import common
-from efx.evaluate import Evaluator
-from efx.metrics import read_metrics
-from efx.sample import TextSampler
+from efx.logging import read_metrics
+from efx.parallel import sharding
+from efx.sampling import TextSampler
+from efx.train import optim, setup, trainer
+from efx.train import step as step_lib
+from efx.train.evaluator import Evaluator
 
 TINY = {
     "steps": 6,
@@ -59,7 +61,7 @@ def batch_of(config, vocab=64, seed=0):
     }
 
 
-def setup(config, groups=1):
+def train_step_of(config, groups=1):
     """(model, optimizer, train step)."""
     model = models.build(config.model, vocab_size=64, context=32, dtype="float32")
     shapes = families.variable_shapes(model)["params"]
@@ -80,7 +82,7 @@ def reference(text):
         "optim.schedule.warmup_steps": 3,
     }
     config = tiny(text, **changes)
-    model, optimizer, step = setup(config)
+    model, optimizer, step = train_step_of(config)
     return config, jax.jit(lambda: step_lib.init_state(model, optimizer, 0))(), jax.jit(step)
 
 
@@ -150,7 +152,7 @@ def test_eight_devices_train_like_one(reference):
     for name in ("data", "fsdp", "tensor"):
         config.mesh[name] = 2
     mesh, rules = sharding.make_mesh(config.mesh), sharding.check_rules(config.rules)
-    model, optimizer, function = setup(config, groups=sharding.batch_shards(mesh, rules))
+    model, optimizer, function = train_step_of(config, groups=sharding.batch_shards(mesh, rules))
     boxed = models.variable_shapes(model)["params"]
     shapes = jax.eval_shape(lambda: step_lib.init_state(model, optimizer, 0))
     placed = step_lib.state_shardings(boxed, shapes, mesh, rules)
@@ -216,8 +218,8 @@ def test_a_resumed_run_is_the_uninterrupted_run(text, tmp_path, family):
         changes = {"data.source": f"text:{text}", "mesh.data": -1, "steps": 2}
         changes |= {"checkpoint.every": 1, "checkpoint.keep_last": 2}
         common.apply(config, shared | changes | RESUMED[family])
-        train.train_and_evaluate(config, folder)
-        return build.finished(config, folder)[1:]
+        trainer.train_and_evaluate(config, folder)
+        return setup.finished(config, folder)[1:]
 
     with devices.only(1):
         straight = run(tmp_path / "straight")
@@ -241,9 +243,9 @@ def test_a_failing_evaluation_costs_no_step(text, tmp_path, monkeypatch):
         for owner, name in ((Evaluator, "__call__"), (TextSampler, "texts")):
             with monkeypatch.context() as patch, pytest.raises(MemoryError):
                 patch.setattr(owner, name, out_of_memory)
-                train.train_and_evaluate(config, tmp_path)
+                trainer.train_and_evaluate(config, tmp_path)
             assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["1"]
-        train.train_and_evaluate(config, tmp_path)
+        trainer.train_and_evaluate(config, tmp_path)
     (row,) = read_metrics(tmp_path)
     assert row["train/loss"] and row["eval/loss"]
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step_00000001.txt"]
@@ -254,9 +256,9 @@ def test_a_run_beyond_the_given_steps_is_not_changed(text, tmp_path, capsys):
         return [(tmp_path / name).read_bytes() for name in ("config.json", "run.json")]
 
     with devices.only(1):
-        last = train.train_and_evaluate(tiny(text, **SHALLOW, steps=2), tmp_path)
+        last = trainer.train_and_evaluate(tiny(text, **SHALLOW, steps=2), tmp_path)
         before = files()
-        again = train.train_and_evaluate(tiny(text, **SHALLOW, steps=1), tmp_path)
+        again = trainer.train_and_evaluate(tiny(text, **SHALLOW, steps=1), tmp_path)
     assert files() == before
     assert "finished already" in capsys.readouterr().out
     # The last row is returned, as by the launch that trained.
@@ -266,8 +268,8 @@ def test_a_run_beyond_the_given_steps_is_not_changed(text, tmp_path, capsys):
 def test_training_stops_after_too_many_nonfinite_steps(text, tmp_path):
     changes = {"optim.learning_rate": 1e30, "optim.clip_norm": 0.0, "optim.name": "sgd"}
     changes |= {**SHALLOW, "train.max_nonfinite": 3, "steps": 50}
-    with devices.only(1), pytest.raises(train.RunStopped, match="3 steps in a row"):
-        train.train_and_evaluate(tiny(text, **changes), tmp_path / "run")
+    with devices.only(1), pytest.raises(trainer.RunStopped, match="3 steps in a row"):
+        trainer.train_and_evaluate(tiny(text, **changes), tmp_path / "run")
 
 
 def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys, monkeypatch):
@@ -289,10 +291,10 @@ def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys, monk
         return evaluate(*arguments)
 
     monkeypatch.setattr(Evaluator, "__call__", evaluate_slowly)
-    monkeypatch.setattr(train, "device_peak", lambda dtype: 1e12)
+    monkeypatch.setattr(trainer, "device_peak", lambda dtype: 1e12)
     config = tiny(text, **changes)
     with devices.only(2):
-        row = train.train_and_evaluate(config, tmp_path / "run")
+        row = trainer.train_and_evaluate(config, tmp_path / "run")
     rows = [r for r in read_metrics(tmp_path / "run") if "train/loss" in r]
     assert [r["step"] for r in rows] == [3, 6, 9, 12]
     assert 0 < rows[-1]["seconds"] < 4  # without evaluations
@@ -321,7 +323,7 @@ def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys, monk
 
 def losses_of_repeats(config, workdir):
     """Mean losses of 8 rows of random tokens and of their repetition, on one device."""
-    e, _, params, variables = build.finished(config, workdir, None, ("eval",))
+    e, _, params, variables = setup.finished(config, workdir, None, ("eval",))
     variables = sharding.local({"params": params, **variables})
     (halves,) = e.data.repeated_batches(8, 8)
     model = e.model.clone(selection="causal")

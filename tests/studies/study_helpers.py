@@ -2,8 +2,8 @@
 
 import pytest
 
-from efx import main, runfolder
-from efx.metrics import MetricsWriter
+from efx import main, run_dir
+from efx.logging import MetricsWriter
 
 LAUNCH = {
     "git": {"revision": "c0ffee" * 6, "dirty": False},
@@ -36,7 +36,7 @@ def logged_run(folder, config, rows, source="s", held_out="h"):
     folder.mkdir(parents=True)
     text = {"source": source, "eval_source": None, "held_out": held_out}
     tokenizer = f"hash of {config['data']['tokenizer']}"
-    runfolder.open_run(folder, config, command_line=[]).commit({}, text=text, tokenizer=tokenizer)
+    run_dir.open_run(folder, config, command_line=[]).commit({}, text=text, tokenizer=tokenizer)
     with MetricsWriter(folder, tensorboard=False) as writer:
         for step, row in rows:
             writer.write(step, row)

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import accelerator, accelerator_parts
 from benchmarks.accelerator_parts import Setup, Skipped, Unfinished
-from efx import memory
+from efx.train import memory
 
 
 @pytest.fixture

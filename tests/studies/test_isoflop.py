@@ -13,8 +13,8 @@ import pytest
 from refusals import refused
 from study_helpers import LAUNCH, TEXT, error_line
 
-from efx import build, settings
-from efx.metrics import MetricsWriter
+from efx.config import schema
+from efx.logging import MetricsWriter
 from efx.studies import cli, isoflop, rehearsal, step_time, sweep
 from efx.studies.isoflop import analysis, law, picture, report
 from efx.studies.isoflop import grid as grid_lib
@@ -48,7 +48,7 @@ def fake_run(grid, workdir, run, loss=None, row=(), launch=(), record=()):
 
     The others: changed entries of the last row of metrics, of the launch, of run.json.
     """
-    plain = settings.as_dict(check_once(run.name, grid_lib.command(grid, workdir, run)))
+    plain = schema.as_dict(check_once(run.name, grid_lib.command(grid, workdir, run)))
     folder = grid_lib.folder(workdir, run)
     folder.mkdir(parents=True)
     blocks = int(run.size.split()[0])
@@ -391,7 +391,7 @@ def test_seconds_of_untimed_budgets_do_not_count(copy, capsys):
 def test_timed_steps_replace_the_seconds_of_runs(copy, capsys, monkeypatch):
     """A step of MoD takes as long as a dense one here, which has twice the FLOPs."""
     setup = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=7))
-    monkeypatch.setattr(build, "setup", lambda config: setup)
+    monkeypatch.setattr(setup, "setup", lambda config: setup)
     monkeypatch.setattr(step_time, "Stepper", lambda config, _: SimpleNamespace(config=config))
     times = step_time.Times(np.full(5, 2.0), np.zeros(5))
     monkeypatch.setattr(step_time, "time_steps", lambda steppers, _: dict.fromkeys(steppers, times))

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from study_helpers import LAUNCH, TEXT, error_line
 
-from efx import run_settings, settings
-from efx.config import load_config
-from efx.metrics import MetricsWriter
+from efx.config import schema
+from efx.config.load import load_config, to_config
+from efx.logging import MetricsWriter
 from efx.studies import reference, results
 from efx.studies.isoflop import points
 
@@ -23,7 +23,7 @@ CURVE = (2.4, 2.2, 2.0, 1.9)
 @functools.cache
 def plain(recipe):
     config, changes = reference.RECIPES[recipe]
-    return settings.as_dict(run_settings.check(load_config(config, changes)))
+    return schema.as_dict(to_config(load_config(config, changes)))
 
 
 def make_run(folder, curve=CURVE, recipe="cpu", seed=0, steps=None, **record):

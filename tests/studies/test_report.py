@@ -8,7 +8,7 @@ import browser as browsers
 import pytest
 from study_helpers import error_line, logged_run
 
-from efx.metrics import MetricsWriter
+from efx.logging import MetricsWriter
 from efx.studies import logged, report
 
 for package in ("jinja2", "plotly"):

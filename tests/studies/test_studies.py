@@ -12,9 +12,10 @@ import pytest
 from refusals import refused
 from study_helpers import error_line
 
-from efx import main, signals, tables
+from efx import main
 from efx.errors import UsageError
-from efx.metrics import MetricsWriter
+from efx.logging import MetricsWriter, tables
+from efx.parallel import signals
 from efx.studies import cli, jobs, rehearsal, sweep
 
 SWEEP = """
@@ -271,7 +272,7 @@ def save(number, frame):
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, save)
 sys.path.insert(0, os.getcwd())
-from efx.signals import end_with_starter
+from efx.parallel.signals import end_with_starter
 end_with_starter()
 mark.write_text("runs")
 time.sleep(60)

@@ -4,10 +4,9 @@ import pytest
 from refusals import refused
 from study_helpers import error_line
 
-from efx import run_settings
 from efx.cbtm import run as cbtm
 from efx.cbtm import table as cbtm_table
-from efx.config import load_config
+from efx.config.load import load_config, to_config
 from efx.configs import common
 from efx.studies import calm, convert, coord_check, isoflop, jobs, phatgoose, rehearsal, sweep
 
@@ -74,7 +73,7 @@ def test_each_point_of_a_grid_has_a_directory_and_a_model(change, name, tmp_path
 def test_a_model_is_checked_without_a_text(one_device):
     def flops_of(changes, budget=0.0):
         config = common.apply(load_config("configs/mod.py:smoke"), changes)
-        return rehearsal.flops_of(run_settings.check(config), 1, budget, {})
+        return rehearsal.flops_of(to_config(config), 1, budget, {})
 
     refused(lambda: flops_of({"model.depth_routing.every": 9}), "config.model.depth_routing.every")
     refused(lambda: flops_of({"log.profile_at": 400}), "config.log.profile_at=400")

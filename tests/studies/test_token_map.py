@@ -15,15 +15,16 @@ from ml_collections import ConfigDict
 from refusals import refused
 from study_helpers import error_line
 
-from efx import means, models
+from efx import models
 from efx.data.bpe import train_bpe
 from efx.data.pipeline import Data
 from efx.data.stream import Stream
 from efx.data.tokenizers import ByteTokenizer
-from efx.evaluate import REPORTS, Passes
+from efx.layers import batch_means
 from efx.layers.stack import scan_params
-from efx.step import by_layer
 from efx.studies import token_choices, token_map, token_text
+from efx.train.evaluator import REPORTS, Passes
+from efx.train.step import by_layer
 
 T = 24
 INCLUSION = families.FAMILIES["adapter_inclusion"].changes
@@ -59,7 +60,7 @@ def forward(name):
 
     @families.jit
     def sow(variables):
-        collections = ["stats", means.COLLECTION, "masks", "intermediates"]
+        collections = ["stats", batch_means.COLLECTION, "masks", "intermediates"]
         return model.apply(variables, ids[None], rngs=families.keys(), mutable=collections)
 
     logits_BTV, sown = jax.device_get(sow(variables))

@@ -56,10 +56,9 @@ import math
 import pathlib
 import shlex
 
-from efx import runfolder, tables
+from efx import io, run_dir
 from efx.errors import UsageError
-from efx.metrics import portion
-from efx.runfolder import write_atomic, writing
+from efx.logging import portion, tables
 from efx.studies import cli, rehearsal
 from efx.studies import jobs as jobs_lib
 from efx.studies import sweep as sweep_lib
@@ -129,7 +128,7 @@ def study(arguments):
     text = report.markdown(analysis, points, study, facts)
     fits = report.as_data(analysis, arguments.further)
     tables.save(workdir, "isoflop", text, study | {"fits": fits})
-    with writing(workdir):
+    with io.report_write_errors(workdir):
         picture.draw(analysis, workdir / "isoflop.png", arguments.further)
 
 
@@ -217,7 +216,7 @@ class Runs:
         each model and budget one of those that are missing, and have not begun, is looked at."""
         runs = {}
         for run in self.missing([*grid_lib.rate_runs(self.grid), *self._first_runs()]):
-            if not runfolder.holds_result(grid_lib.folder(self.workdir, run)):
+            if not run_dir.holds_result(grid_lib.folder(self.workdir, run)):
                 runs.setdefault((run.family, run.size, run.budget), run)
         rehearsal.check(
             [
@@ -256,14 +255,14 @@ class Runs:
     def timed(self, points, steps):
         """The points with other seconds: their steps times the median of so many, timed in turns in
         this process."""
-        from efx import build
         from efx.studies import step_time
+        from efx.train import setup
 
         models = {}
         for point in points:
             models.setdefault((point.run.family, point.run.size), point.run)
         steppers = {
-            model: step_time.Stepper(config, build.setup(config).tokenizer.vocab_size)
+            model: step_time.Stepper(config, setup.setup(config).tokenizer.vocab_size)
             for model, run in models.items()
             for config in grid_lib.configs(self.grid, self.workdir, [run], self.extra).values()
         }
@@ -322,9 +321,9 @@ def _save_points(runs, path):
             "--save-points: no run of the grid has finished, so there are no points to write"
         )
     path = pathlib.Path(path)
-    with writing(path):
+    with io.report_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, json.dumps(points_lib.as_data(points)))
+    io.write_atomic(path, json.dumps(points_lib.as_data(points)))
     print(f"{path}: {len(points)} points")
 
 

@@ -6,7 +6,7 @@ import pathlib
 from typing import NamedTuple
 
 from efx.errors import UsageError
-from efx.metrics import quantity
+from efx.logging import quantity
 from efx.studies import cli
 from efx.studies import sweep as sweep_lib
 

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from efx.metrics import quantity
+from efx.logging import quantity
 from efx.studies import plot
 from efx.studies.isoflop.bootstrap import LEVELS
 

@@ -14,9 +14,11 @@ import re
 
 import numpy as np
 
-from efx import runfolder
+from efx import io, run_dir
+from efx.config.load import to_config
+from efx.config.run import default_config
 from efx.errors import UsageError
-from efx.metrics import quantity, read_metrics
+from efx.logging import quantity, read_metrics
 from efx.studies import sweep as sweep_lib
 from efx.studies.isoflop.analysis import Measured
 from efx.studies.isoflop.grid import Run
@@ -74,9 +76,9 @@ _OWN = [name for name in _FIELDS if name not in ("run", "settings", "source", "c
 def deciding(config):
     """{dotted key: plain value} of the settings that decide what a run of this config computes,
     without its seed. config: nested plain dict."""
-    from efx.train import MAY_DIFFER
+    from efx.train.trainer import MAY_DIFFER
 
-    plain = runfolder.dotted(json.loads(json.dumps(config)))
+    plain = run_dir.dotted(json.loads(json.dumps(config)))
     free = re.compile("|".join(MAY_DIFFER))
     return {
         key: value
@@ -88,20 +90,20 @@ def deciding(config):
 
 def expected_settings(config):
     """`deciding` of a checked config."""
-    from efx import settings
+    from efx.config import schema
 
-    return deciding(settings.as_dict(config))
+    return deciding(schema.as_dict(config))
 
 
 def differing_settings(found, expected):
     """[(dotted key, value in `found`, value in `expected`)], the values in words, of two results of
     `deciding`. A setting that was not there yet when `found` was written is at its default."""
-    from efx import run_settings, settings
+    from efx.config import schema
 
     absent, defaults = object(), {}
     if expected.keys() - found.keys():
-        known = run_settings.check(run_settings.known(expected["model.family"]))
-        defaults = deciding(settings.as_dict(known))
+        known = to_config(default_config(expected["model.family"]))
+        defaults = deciding(schema.as_dict(known))
     differing = []
     for key in sorted(found.keys() | expected.keys()):
         before = found[key] if key in found else defaults.get(key, absent)
@@ -135,25 +137,25 @@ def measured_point(run, folder, expected, fitted=True):
     Raises Unfinished if the run has not used its budget or was not evaluated at its end, and
     another UsageError if the folder is damaged or of other settings than `expected`.
     """
-    if not (folder / runfolder.CONFIG_FILE).is_file():
-        if folder.is_dir() and (folder / runfolder.METRICS_FILE).exists():
+    if not (folder / run_dir.CONFIG_FILE).is_file():
+        if folder.is_dir() and (folder / run_dir.METRICS_FILE).exists():
             raise UsageError(
-                f"{folder} has {runfolder.METRICS_FILE} but no {runfolder.CONFIG_FILE}: an "
+                f"{folder} has {run_dir.METRICS_FILE} but no {run_dir.CONFIG_FILE}: an "
                 "incomplete copy; restore it, or delete the folder to train the run again"
             )
         raise Unfinished(f"{folder}: the run has not started")
-    check_settings(folder, deciding(runfolder.recorded_config(folder)), expected)
-    if not (folder / runfolder.METRICS_FILE).is_file():
+    check_settings(folder, deciding(run_dir.recorded_config(folder)), expected)
+    if not (folder / run_dir.METRICS_FILE).is_file():
         raise Unfinished(f"{folder}: no step has been logged yet")
     row = sweep_lib.final_row(folder)
     flops, step = row.get("flops", 0), row.get("step", 0)
     if abs(flops - run.budget) > 2 * flops / max(step, 1):
         used, budget = (quantity(number, "FLOPs") for number in (flops, run.budget))
         raise Unfinished(f"{folder}: {used} of training; its budget is {budget}")
-    record = runfolder.run_record(folder)
+    record = run_dir.run_record(folder)
     if "parameters" not in row or not record.get("launches"):
         raise UsageError(
-            f"{folder}: the start of {runfolder.METRICS_FILE} or {runfolder.RUN_FILE} is "
+            f"{folder}: the start of {run_dir.METRICS_FILE} or {run_dir.RUN_FILE} is "
             "missing; restore it, or delete the folder to train the run again"
         )
     if "eval/loss" not in read_metrics(folder)[-1]:  # an earlier one may be in the rows before
@@ -168,11 +170,11 @@ def measured_point(run, folder, expected, fitted=True):
         seconds=row.get("seconds"),
         loss=row["eval/loss"],
         split=row.get("eval/split_fraction"),
-        machine=", ".join(dict.fromkeys(map(runfolder.machine_of, launches))),
-        revision=runfolder.revision_of(launches[-1]),
-        text=runfolder.checksum(json.dumps(record.get("text"), sort_keys=True)),
+        machine=", ".join(dict.fromkeys(map(run_dir.machine_of, launches))),
+        revision=run_dir.revision_of(launches[-1]),
+        text=run_dir.checksum(json.dumps(record.get("text"), sort_keys=True)),
         tokenizer=record.get("tokenizer") or "",
-        settings=deciding(runfolder.recorded_config(folder)),
+        settings=deciding(run_dir.recorded_config(folder)),
         source=str(folder),
         copied=row.get("eval/repeated/gain"),
     )
@@ -266,7 +268,7 @@ def read_points(path):
     try:
         data = json.loads(pathlib.Path(path).read_text())
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {runfolder.reason(error)}") from error
+        raise UsageError(f"cannot read {path}: {io.describe_os_error(error)}") from error
     except ValueError as error:
         raise UsageError(f"{path}: not JSON: {error}") from error
     if isinstance(data, dict) and "title" in data and "study" not in data:

@@ -5,12 +5,11 @@ import math
 import numpy as np
 import scipy.stats
 
-from efx import tables
-from efx.metrics import quantity
+from efx.logging import quantity, tables
+from efx.logging.tables import mean_and_spread, text
 from efx.studies.isoflop import points as points_lib
 from efx.studies.isoflop.analysis import growth, speedup
 from efx.studies.isoflop.bootstrap import with_draws
-from efx.tables import mean_and_spread, text
 
 LEVEL = 95  # percent, of the intervals in tables
 _ENOUGH = 0.995  # share of draws with a number from which on none need be mentioned

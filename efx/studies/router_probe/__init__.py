@@ -22,9 +22,9 @@ import importlib.util
 import json
 import pathlib
 
-from efx import runfolder, storage, tables
+from efx import io, run_dir
 from efx.errors import UsageError, extra
-from efx.runfolder import writing
+from efx.logging import tables
 from efx.studies import cli, logged
 from efx.studies.router_probe import analysis, picture, report
 from efx.studies.router_probe.report import combined
@@ -55,7 +55,7 @@ def main(argv=None):
 
 def run(arguments):
     for workdir in arguments.runs:
-        storage.local_folder(workdir)
+        io.local_folder(workdir)
     out = pathlib.Path(arguments.out or pathlib.Path(arguments.runs[0]) / FILE)
     if arguments.out or out.parent.is_dir():
         cli.new_file(out, (".json",), "probe.json")
@@ -68,7 +68,7 @@ def run(arguments):
         raise UsageError(f"--together needs {extra('compose')}: sklearn is not installed")
     check_seeds(arguments.runs)
     data = probe(arguments)
-    with writing(out):
+    with io.report_write_errors(out):
         picture.draw(data, out.with_suffix(".png"))
     tables.write(out.parent, out.stem, report.markdown(data) + "\n", data)
     print(report.markdown(data))
@@ -77,12 +77,12 @@ def run(arguments):
 
 def check_seeds(workdirs):
     """UsageError for runs that are not seeds of one config."""
-    configs = [runfolder.recorded_config(workdir) for workdir in workdirs]
+    configs = [run_dir.recorded_config(workdir) for workdir in workdirs]
     for workdir, config, settings in zip(workdirs, configs, logged.differing(configs), strict=True):
         others = {key for key in settings if key not in _OF_A_SEED}
         if others:
             key = min(others)
-            here, first = (runfolder.dotted(of).get(key) for of in (config, configs[0]))
+            here, first = (run_dir.dotted(of).get(key) for of in (config, configs[0]))
             if here != first:
                 raise UsageError(
                     f"--workdir={workdir}: config.{key}={here!r}, but {first!r} in "

@@ -2,7 +2,7 @@
 
 import itertools
 
-from efx import tables
+from efx.logging import tables
 from efx.studies.router_probe.analysis import BEYOND, LEVELS, TOGETHER
 
 MOST_PAIRS = 10  # of blocks in a table, the most correlated

@@ -7,15 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from efx import build, models, runfolder, sharding
+from efx import models, run_dir
 from efx.cbtm import CLUSTERS
-from efx.config import config_of_run
+from efx.config.load import config_of_run
 from efx.errors import UsageError
 from efx.layers.report import CHOICES
 from efx.layers.stack import RecursionStep
-from efx.step import evaluation_keys
+from efx.parallel import sharding
 from efx.studies.router_probe import analysis
 from efx.studies.token_choices import model_parts, row_name
+from efx.train import setup
+from efx.train.step import evaluation_keys
 
 COUNTED = 1 << 19  # tokens of the training text that are counted for frequencies
 
@@ -31,7 +33,7 @@ def measure(workdir, num_tokens, selection="causal", step=None):
     if (pathlib.Path(workdir) / CLUSTERS).is_dir():
         raise UsageError(f"--workdir={workdir} is a folder of cBTM; use the run of one expert")
     config = config_of_run(workdir)
-    built, step, params, variables = build.finished(config, workdir, step, ("train", "eval"))
+    built, step, params, variables = setup.finished(config, workdir, step, ("train", "eval"))
     length, packed = built.config.data.seq_len, built.config.data.packing
     routed = routed_blocks(built.model, length)
     if not routed:
@@ -63,17 +65,17 @@ def measure(workdir, num_tokens, selection="causal", step=None):
 
 def _provenance(workdir):
     """Seed, config, machine and revision of a run."""
-    launches = runfolder.run_record(workdir).get("launches", [])
+    launches = run_dir.run_record(workdir).get("launches", [])
     if not launches:
         raise UsageError(f"--workdir={workdir}: its run.json does not record the code revision")
     line = launches[-1]["command_line"]
     named = [arg.partition("=")[2] for arg in line if arg.startswith("--config=")]
     named += [arg for flag, arg in itertools.pairwise(line) if flag == "--config"]
     return {
-        "seed": runfolder.recorded_setting(workdir, "seed"),
+        "seed": run_dir.recorded_setting(workdir, "seed"),
         "config": named[0] if named else "",
-        "machine": runfolder.machine_of(launches[-1]),
-        "revision": runfolder.revision_of(launches[-1]),
+        "machine": run_dir.machine_of(launches[-1]),
+        "revision": run_dir.revision_of(launches[-1]),
     }
 
 

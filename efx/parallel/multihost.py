@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 
+from efx import io
 from efx.errors import PassingError, UsageError
 
 # A process without a sign of life for so long is lost (JAX's default is 100 s). Heartbeats come
@@ -30,6 +31,9 @@ ADVICE = (
 LOST = PassingError.status
 # What the errors of JAX's runtime say when the other end of a connection is gone.
 _SIGNS_OF_LOSS = ("Gloo", "NCCL", "coordination service", "heartbeat", "Connection reset by peer")
+
+_MARK = ".shared_"  # beginning of the file by which processes find out whether they share a folder
+_SHARED_SECONDS = 10  # that a network file system may need to show a new file
 
 _OBSERVER = """
 import os, signal, sys
@@ -50,8 +54,8 @@ def connect(coordinator_address=None, num_processes=None, process_id=None, *, pr
 
     Without arguments JAX finds the others (Slurm, TPU pods, GKE).
 
-    preemption: whether SIGTERM is a notice that training looks at (`efx.signals`); False, or before
-    training if there is one process alone: it ends the process.
+    preemption: whether SIGTERM is a notice that training looks at (`efx.parallel.signals`); False,
+    or before training if there is one process alone: it ends the process.
     """
     import jax
 
@@ -79,7 +83,7 @@ def connect(coordinator_address=None, num_processes=None, process_id=None, *, pr
         ) from error
     if preemption and jax.process_count() == 1:
         # JAX's service has taken SIGTERM, also before training asks for it. Alone, nobody asks the
-        # service: the signal ends the process until `efx.signals` catches it.
+        # service: the signal ends the process until `efx.parallel.signals` catches it.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     line = (
         f"process {jax.process_index()} of {jax.process_count()} ended without an error "
@@ -149,3 +153,81 @@ def is_loss(error):
     if not isinstance(error, jax.errors.JaxRuntimeError):
         return False
     return any(sign in str(error) for sign in _SIGNS_OF_LOSS)
+
+
+def run_on_primary(workdir, action):
+    """Run `action` on process 0 and return its result on every process.
+
+    action: returns an int that is not negative, or None. If it raises, all processes raise.
+    """
+    import jax
+
+    if jax.process_count() == 1:
+        return action()
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    error, result = None, 0
+    if jax.process_index() == 0:
+        try:
+            result = action() or 0
+        except Exception as raised:
+            error, result = raised, -1
+    result = int(multihost_utils.broadcast_one_to_all(np.int32(result)))
+    if error:
+        raise error
+    if result < 0:
+        raise UsageError(f"--workdir={workdir}: process 0 reported an error; see its message")
+    return result
+
+
+def first_process_missing(is_visible, timeout):
+    """The index of the first process on which `is_visible()` stays false for `timeout` seconds, or
+    None. All processes have to call it."""
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    deadline = time.monotonic() + timeout
+    while not is_visible() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    visible = multihost_utils.process_allgather(np.int32(is_visible()))
+    return None if np.all(visible) else int(np.argmin(visible))
+
+
+def check_shared(workdir, setting="--workdir"):
+    """Raises UsageError, on all processes, unless all of them see the same folder.
+
+    Process 0 makes a file there for a moment, and the folder if it is absent.
+    """
+    import jax
+
+    if jax.process_count() == 1:
+        return
+    folder = io.folder(workdir)
+
+    def make():
+        number = int.from_bytes(os.urandom(3), "big")
+        with io.report_write_errors(folder):
+            # A bucket has no folders to make; who may write there need not be allowed to look at
+            # what is above it, the list of all buckets.
+            above = () if io.is_remote(folder) else (folder, *folder.parents)
+            made = [path for path in above if not path.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+            made_by[:] = [folder / f"{_MARK}{number}", *made]
+            made_by[0].write_text("")
+        return number
+
+    made_by = []  # what process 0 made, to be taken away again
+    mark = folder / f"{_MARK}{run_on_primary(workdir, make)}"
+    missing = first_process_missing(mark.exists, _SHARED_SECONDS)
+    for path in made_by[:1]:
+        path.unlink(missing_ok=True)
+    for path in made_by[1:]:
+        with contextlib.suppress(OSError):  # another launch has made something there
+            path.rmdir()
+    if missing is not None:
+        raise UsageError(
+            f"{setting}={workdir} is not shared by all processes: process {missing} does not see "
+            "the files of process 0; use a shared folder, on a network file system or at "
+            "gs://BUCKET/FOLDER"
+        )

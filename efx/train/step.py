@@ -12,10 +12,13 @@ import numpy as np
 from flax import linen as nn
 from flax import struct
 
-from efx import losses, means, models, optim, sharding
+from efx import models
+from efx.config.schema import as_dict
+from efx.layers import batch_means
 from efx.layers.stack import label, layer_of
+from efx.parallel import sharding
 from efx.routing.calibrate import reset_threshold_steps
-from efx.settings import as_dict
+from efx.train import losses, optim
 
 EVALUATION = np.uint32(2**32 - 1)  # folded into a key in place of a step; no run is as long
 
@@ -148,7 +151,7 @@ def make_train_step(
             )
             outputs = run_teacher(teacher_variables, batch, keys(index))
             sums = _loss_sums(model, params, x_BTD, batch, config, groups, z_loss, outputs, distill)
-            reports = {name: means.sown(mutated, name) for name in ("losses", "stats")}
+            reports = {name: batch_means.sown(mutated, name) for name in ("losses", "stats")}
             extra = weighted(losses.collect_sown(reports["losses"], totals), state.step)
             averages = {name: mutated[name] for name in state.variables}
             return sums.total / total_weight + extra, ((sums, reports), averages)
@@ -160,8 +163,10 @@ def make_train_step(
 
         def needed_means(batch, index):
             _, mutated = forward(state.params, batch, index)
-            sown = means.sown(mutated, "losses")
-            needed = jax.tree.map(means.Mean.for_contribution, sown, is_leaf=means.is_mean)
+            sown = batch_means.sown(mutated, "losses")
+            needed = jax.tree.map(
+                batch_means.Mean.for_contribution, sown, is_leaf=batch_means.is_mean
+            )
             return needed, None
 
         if accumulation == 1:
@@ -287,7 +292,7 @@ def _features(model, params, variables, batch, keys, *, train):
         train=train,
         method="features",
         rngs=keys,
-        mutable=("losses", "stats", means.COLLECTION) + (("state",) if train else ()),
+        mutable=("losses", "stats", batch_means.COLLECTION) + (("state",) if train else ()),
     )
 
 
@@ -372,7 +377,7 @@ def make_eval_step(model, config, *, groups=1):
         if "segment_ids" in batch:
             real_tokens = jnp.maximum(jnp.sum(batch["segment_ids"] > 0), 1)
         stats = jax.tree.map(
-            lambda x: x * (sums.weights / real_tokens), means.sown(mutated, "stats")
+            lambda x: x * (sums.weights / real_tokens), batch_means.sown(mutated, "stats")
         )
         return {"loss": sums.loss, "correct": sums.correct, "weights": sums.weights, "stats": stats}
 
@@ -388,7 +393,7 @@ def by_layer(stats, model):
     named, layers = losses.collect_sown(stats), {}
     if "units" in stats.get("layers", {}):
         stats = models.unroll_variables(model, {"stats": stats})["stats"]
-    for path, value in means.leaves(stats):
+    for path, value in batch_means.leaves(stats):
         *modules, name = (key.key for key in path if isinstance(key, jax.tree_util.DictKey))
         layers.setdefault(layer_of("/".join(modules)), []).append({name: value})
     for layer, layer_stats in layers.items():

@@ -21,13 +21,13 @@ from typing import Any
 
 import jax
 
-from efx import storage
-from efx.checkpoint import arrays, files
-from efx.checkpoint.files import CheckpointError, Damage, warn
+from efx import io
+from efx.checkpoint import arrays, manifest
+from efx.checkpoint.manifest import CheckpointError, Damage, warn
 from efx.errors import UsageError
-from efx.runfolder import Home
-from efx.sharding import path_names
-from efx.signals import Beside
+from efx.parallel.sharding import path_names
+from efx.parallel.signals import Beside
+from efx.run_dir import Home
 
 _COMMIT_TIMEOUT = 3600  # seconds for one save in the background, hashing included
 
@@ -57,7 +57,7 @@ class Checkpointer:
     """
 
     def __init__(self, root, *, every, keep_last, keep_best, scores, asynchronous):
-        self._root = files.as_root(root)
+        self._root = manifest.as_root(root)
         self._every, self._asynchronous = every, asynchronous
         self._keep_last, self._keep_best = keep_last, keep_best
         self._scores = scores
@@ -67,7 +67,7 @@ class Checkpointer:
         self._has_failed = False
         self._home = Home(self._root.parent)
         self._damaged = set()  # steps that `restore` skipped
-        files.quieten()
+        manifest.quieten()
 
     def __enter__(self):
         return self
@@ -82,11 +82,11 @@ class Checkpointer:
 
     def steps(self):
         """Finished steps in increasing order; unfinished folders and known damage left out."""
-        return [s for s in files.finished_steps(self._root) if s not in self._damaged]
+        return [s for s in manifest.finished_steps(self._root) if s not in self._damaged]
 
     def latest_step(self):
         """The newest finished step that process 0 sees, or None."""
-        step = files.from_primary(max(self.steps(), default=-1))
+        step = manifest.from_primary(max(self.steps(), default=-1))
         return None if step < 0 else step
 
     def best_step(self):
@@ -111,7 +111,7 @@ class Checkpointer:
         if not force and (not self._every or step % self._every):
             return False
         self.wait()
-        if files.from_primary(step in self.steps()):
+        if manifest.from_primary(step in self.steps()):
             return False
         items = arrays.items(state, data_state, meta)
         self._saving = step
@@ -180,14 +180,14 @@ class Checkpointer:
                     if not self._has_failed:
                         raise CheckpointError(
                             f"the checkpoints in {self._root} could not be closed: "
-                            f"{files.explain(error)}"
+                            f"{manifest.explain(error)}"
                         ) from error
 
     def _save_failed(self, error):
         step, self._saving, self._failure, self._has_failed = self._saving, None, None, True
-        kind = files.Passing if files.may_pass(error, self._root) else CheckpointError
+        kind = manifest.Passing if manifest.may_pass(error, self._root) else CheckpointError
         return kind(
-            f"checkpoint {step} could not be saved in {self._root}: {files.explain(error)}; fix"
+            f"checkpoint {step} could not be saved in {self._root}: {manifest.explain(error)}; fix"
             " this and rerun "
             "the command to resume from the previous checkpoint"
         )
@@ -202,7 +202,7 @@ class Checkpointer:
             raise
 
     def _check_home(self):
-        if not storage.is_remote(self._root):
+        if not io.is_remote(self._root):
             self._home.check()
 
     def _rename_unusable(self, step):
@@ -211,8 +211,8 @@ class Checkpointer:
         These are the damaged steps that `restore` skipped (they would be the latest again next
         time) and an unfinished folder with the number of the step to be saved.
         """
-        doomed = sorted((self._damaged | {step}) & files.numbered(self._root))
-        if not files.from_primary(bool(doomed)):
+        doomed = sorted((self._damaged | {step}) & manifest.numbered(self._root))
+        if not manifest.from_primary(bool(doomed)):
             return
         if jax.process_index() == 0:
             existing_names = {path.name for path in self._root.iterdir()}
@@ -222,9 +222,9 @@ class Checkpointer:
                     *(f"damaged_{number}_{i}" for i in range(2, 1000)),
                 ]
                 name = next(name for name in candidates if name not in existing_names)
-                storage.rename_folder(self._root / str(number), self._root / name)
+                io.rename_folder(self._root / str(number), self._root / name)
                 warn(f"checkpoint {number} in {self._root} is not usable; renamed it to {name}")
-        files.barrier("efx_checkpoint_rename_unusable")
+        manifest.barrier("efx_checkpoint_rename_unusable")
         self._damaged.clear()
         if self._manager is not None:
             self._manager.reload()
@@ -237,7 +237,7 @@ class Checkpointer:
             names = [p.name for p in self._root.iterdir() if p.name.split(".")[0] == str(step)]
             # If committing is not a rename (object stores) the folder has its final name already.
             temporary = [name for name in names if arrays.TEMPORARY in name]
-            files.write_manifest(self._root / (temporary or names)[0], step)
+            manifest.write_manifest(self._root / (temporary or names)[0], step)
 
     def should_preserve(self, checkpoints, *, context):
         """Which of `checkpoints` (in the order of saving) to keep; orbax deletes the others.
@@ -248,7 +248,7 @@ class Checkpointer:
         del context
         steps = [info.step for info in checkpoints]
         saving = self._saving
-        usable = {s for s in steps if s == saving or files.is_finished(self._root / str(s))}
+        usable = {s for s in steps if s == saving or manifest.is_finished(self._root / str(s))}
         # A folder that is not one of these checkpoints is never deleted.
         keep = (set(steps) - usable) | set(sorted(usable)[-self._keep_last :]) | {saving}
         keep.update(self._from_the_best(usable)[: self._keep_best])
@@ -280,14 +280,14 @@ class Checkpointer:
         """
         self.wait()
         finished = self.steps()
-        for number in sorted(files.numbered(self._root) - set(finished) - self._damaged):
+        for number in sorted(manifest.numbered(self._root) - set(finished) - self._damaged):
             warn(f"{self._root / str(number)} is not a finished checkpoint; ignoring it")
         by_number = step is not None
 
         def read(step):
             while True:
                 try:
-                    files.verify(self._root / str(step))
+                    manifest.verify(self._root / str(step))
                     return self._read(step, abstract_state, vocab_size, whole)
                 except Damage as damage:
                     older = [s for s in self.steps() if s < step]
@@ -298,15 +298,15 @@ class Checkpointer:
                         raise CheckpointError(f"{line}; {advice}") from damage
                     self._damaged.add(step)
                     warn(f"{line}; going back to checkpoint {older[-1]}")
-                    step = files.from_primary(older[-1])
+                    step = manifest.from_primary(older[-1])
 
-        return files.read_step(self._root, self.steps, step, read)
+        return manifest.read_step(self._root, self.steps, step, read)
 
     def _advice(self, older, by_number):
         """What a user can do about a damaged step; `older`: the finished steps before it."""
         for candidate in reversed(older):
             try:
-                files.verify(self._root / str(candidate))
+                manifest.verify(self._root / str(candidate))
             except Damage:
                 continue
             if by_number:
@@ -320,7 +320,8 @@ class Checkpointer:
     def _read(self, step, abstract_state, vocab_size, whole):
         name, folder = f"checkpoint {step} in {self._root}", self._root / str(step)
         targets = {
-            path: files.with_sharding(leaf) for path, leaf in files.flatten(abstract_state).items()
+            path: manifest.with_sharding(leaf)
+            for path, leaf in manifest.flatten(abstract_state).items()
         }
         try:
             stored = arrays.read_metadata(folder)
@@ -332,9 +333,9 @@ class Checkpointer:
             raise
         except Exception as error:  # orbax raises bare Exception too
             raise CheckpointError(
-                f"{name} could not be read, but its checksums are right: {files.explain(error)}"
+                f"{name} could not be read, but its checksums are right: {manifest.explain(error)}"
             ) from error
-        leaves = files.flatten(items.state)
+        leaves = manifest.flatten(items.state)
         paths, structure = jax.tree_util.tree_flatten_with_path(abstract_state)
         state = structure.unflatten(leaves[path_names(path)] for path, _ in paths)
         return Restored(step, state, items.data, items.meta)
@@ -348,14 +349,14 @@ def _check_fit(name, stored, targets, vocab_size):
         if leaves[0] is None or leaves[1] is None or leaves[0].dtype != leaves[1].dtype:
             fit = False
         else:
-            fit = files.fits(path, leaves[0].shape, leaves[1].shape, vocab_size)
+            fit = manifest.fits(path, leaves[0].shape, leaves[1].shape, vocab_size)
         if not fit:
             stored_kind, target_kind = (
-                "absent" if leaf is None else files.dtype_and_shape(leaf) for leaf in leaves
+                "absent" if leaf is None else manifest.dtype_and_shape(leaf) for leaf in leaves
             )
             differences.append(f"state/{'/'.join(path)} is {stored_kind} there, {target_kind} here")
     if differences:
         raise CheckpointError(
-            f"{name} does not match the config: {files.abridged(differences)}; use the config "
+            f"{name} does not match the config: {manifest.abridged(differences)}; use the config "
             "of the run, or another --workdir"
         )

@@ -25,10 +25,10 @@ import optax
 from flax import traverse_util
 from flax.core import meta
 
+from efx.config.run import OptimConfig
+from efx.config.schema import make
 from efx.errors import UsageError
 from efx.layers import mup
-from efx.run_blocks import OptimConfig
-from efx.settings import make
 
 _log = logging.getLogger(__name__)
 # Modules whose kernels are not hidden matrices: AdamW trains them, as in the authors' Muon.

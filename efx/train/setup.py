@@ -17,26 +17,20 @@ import numpy as np
 import optax
 from flax import linen as nn
 
-from efx import (
-    flops,
-    memory,
-    models,
-    optim,
-    run_settings,
-    runfolder,
-    settings,
-    sharding,
-    storage,
-)
-from efx import step as step_lib
+from efx import io, models, run_dir
 from efx.checkpoint import Checkpointer
-from efx.checkpoint.files import finished_steps, warn
+from efx.checkpoint.manifest import finished_steps, warn
+from efx.config import schema
+from efx.config.load import completed, of_plain, to_config
 from efx.data import SPLITS, load, tokenizers
 from efx.data.tokenizers import load_tokenizer
 from efx.errors import UsageError
-from efx.layers import kernels, mup
-from efx.metrics import read_metrics
-from efx.runfolder import TOKENIZER_FILE
+from efx.layers import flops, kernels, mup
+from efx.logging import read_metrics
+from efx.parallel import sharding
+from efx.run_dir import TOKENIZER_FILE
+from efx.train import memory, optim
+from efx.train import step as step_lib
 
 # Of config.data: what decides which text there is, and what else which part of it is held out.
 _SOURCES = ("source", "eval_source")
@@ -206,7 +200,7 @@ class Training:
             parts["the teacher's parameters"] = memory.on_each_device(self.teacher)
         numbers = {
             name: value
-            for name, _, value in settings.leaves(c)
+            for name, _, value in schema.leaves(c)
             if isinstance(value, int) and name.startswith(("config.model.", "config.adapter."))
         }
         numbers["config.data.batch_size"] = c.data.batch_size
@@ -244,7 +238,7 @@ def setup(config, workdir=None):
 
     No text is opened, unless a tokenizer has to be made of it.
     """
-    config = run_settings.check(config)
+    config = to_config(config)
     data, mesh, rules = _begin(config, workdir, splits=())
     model = _model(config, data.tokenizer, mesh, rules)
     return Setup(config, data.tokenizer, model, mesh, rules)
@@ -259,8 +253,8 @@ def experiment(config, workdir=None, splits=SPLITS):
 
     splits: those of the data to load, see `efx.data.load`.
     """
-    config = run_settings.check(config)
-    if "train" in splits and not (workdir and runfolder.holds_result(workdir)):
+    config = to_config(config)
+    if "train" in splits and not (workdir and run_dir.holds_result(workdir)):
         _check_init(config)
     data, mesh, rules = _begin(config, workdir, splits)
     _same_everywhere(data)
@@ -272,7 +266,7 @@ def experiment(config, workdir=None, splits=SPLITS):
     # Who only evaluates needs none, and the run may have gone meanwhile.
     teacher = _teacher(config, data.tokenizer) if "train" in splits else None
     steps, stages = _steps_and_stages(config, model, teacher)
-    if "train" in splits and workdir and runfolder.holds_result(workdir):
+    if "train" in splits and workdir and run_dir.holds_result(workdir):
         _say_what_jumps(config, workdir, model, teacher, steps)
     return Experiment(config, data.tokenizer, model, mesh, rules, data, steps, stages, teacher)
 
@@ -287,7 +281,7 @@ def without_text(config, vocab_size, devices=None, of_run=False, made=None):
       made: {run folder: its `Config`} of runs that are still to be made, of which or of finished
         ones the model may be made; None: it may not be made of any.
     """
-    config = run_settings.check(config)
+    config = to_config(config)
     mesh, rules = _devices(config, devices)
     runs = config.model.member_runs
     if runs and made is None:
@@ -326,10 +320,10 @@ def _steps_and_stages(config, model, teacher):
 def _say_what_jumps(config, workdir, model, teacher, steps):
     """A line where a run goes on at another learning rate, and one where it does in another stage:
     both schedules end with its last step, and that is another one now."""
-    recorded = {key: runfolder.recorded_setting(workdir, key) for key in ("steps", "train_flops")}
+    recorded = {key: run_dir.recorded_setting(workdir, key) for key in ("steps", "train_flops")}
     stages = _capacity_stages(model, config.data.seq_len)
-    steps_before = _total_steps(settings.replaced(config, recorded), stages, teacher)
-    reached = max(finished_steps(storage.folder(workdir) / runfolder.CHECKPOINTS), default=steps)
+    steps_before = _total_steps(schema.replaced(config, recorded), stages, teacher)
+    reached = max(finished_steps(io.folder(workdir) / run_dir.CHECKPOINTS), default=steps)
     if steps == steps_before or reached >= steps:
         return
     capacity_before, capacity = (
@@ -421,7 +415,7 @@ def saved_tokenizer(config, workdir="", made=()):
     named = [("--workdir", workdir), ("config.init.run", config.init.run)]
     named += [(f"config.model.{key}", run) for key, run in config.model.member_runs[:1]]
     for name, run in named:
-        path = run and run not in made and runfolder.saved_tokenizer(storage.folder(run))
+        path = run and run not in made and run_dir.saved_tokenizer(io.folder(run))
         if run and (run in made or path):
             if name != "--workdir":
                 check_tokenizer(config, name, run, made)
@@ -438,14 +432,14 @@ def check_tokenizer(config, name, run, made=()):
     """
     spec, is_made = config.data.tokenizer, run not in made
     if is_made:
-        theirs = runfolder.recorded_setting(run, "data.tokenizer")
+        theirs = run_dir.recorded_setting(run, "data.tokenizer")
     else:
         theirs = made[run].data.tokenizer
     if spec == theirs:
         return
     if not is_made and "file" in (tokenizers.parse(spec)[0], tokenizers.parse(theirs)[0]):
         return  # which tokenizer that is shows when it is there
-    path = runfolder.saved_tokenizer(run) if is_made else None
+    path = run_dir.saved_tokenizer(run) if is_made else None
     if path and is_tokenizer(spec, load_tokenizer(path)):
         return
     raise UsageError(
@@ -504,9 +498,9 @@ def _module_of_run(config, vocab_size, mesh, rules, members=()):
 
 def _run_origin(c, workdir):
     """(what the run in `workdir` recorded of its text or None, whether `c` names that text)."""
-    if not runfolder.holds_result(workdir):
+    if not run_dir.holds_result(workdir):
         return None, True
-    trained = {key: runfolder.recorded_setting(workdir, f"data.{key}") for key in OF_THE_TEXT}
+    trained = {key: run_dir.recorded_setting(workdir, f"data.{key}") for key in OF_THE_TEXT}
     same = all(getattr(c, key) == trained[key] for key in _SOURCES)
     for key in _OF_THE_SPLIT if same else ():
         if getattr(c, key) != trained[key]:
@@ -515,7 +509,7 @@ def _run_origin(c, workdir):
                 "this would score training text. To evaluate a whole other text, use "
                 "--config.data.eval_source=text:PATH"
             )
-    return runfolder.recorded_origin(workdir), same
+    return run_dir.recorded_origin(workdir), same
 
 
 def _same_everywhere(data):
@@ -534,18 +528,18 @@ def _same_everywhere(data):
 
 def _check_run(run, key):
     """UsageError unless a setting names a run folder."""
-    if not run or not storage.folder(run, key).is_dir():
+    if not run or not io.folder(run, key).is_dir():
         raise UsageError(f"{key}={run!r}: there is no such run folder")
-    if not (storage.folder(run, key) / runfolder.CONFIG_FILE).is_file():
-        raise UsageError(f"{key}={run!r}: not a run folder: it has no {runfolder.CONFIG_FILE}")
+    if not (io.folder(run, key) / run_dir.CONFIG_FILE).is_file():
+        raise UsageError(f"{key}={run!r}: not a run folder: it has no {run_dir.CONFIG_FILE}")
 
 
 def _config_of_one(run, key):
     """The `Config` of a run of one model; UsageError, which names the setting `key`, for others."""
-    path = storage.folder(run) / runfolder.CONFIG_FILE
-    recorded = runfolder.recorded_config(run, key)
-    plain = run_settings.of_plain(run_settings.completed(recorded), path)
-    config = run_settings.check(plain, path)
+    path = io.folder(run) / run_dir.CONFIG_FILE
+    recorded = run_dir.recorded_config(run, key)
+    plain = of_plain(completed(recorded), path)
+    config = to_config(plain, path)
     if config.model.member_runs:
         raise UsageError(
             f"{key}={run}: this run is itself made of other runs; use a run of one model"
@@ -556,7 +550,7 @@ def _config_of_one(run, key):
 def _member(key, run, tokenizer, config, mesh, rules):
     """The model of a run, for the tokens of this tokenizer."""
     member = _config_of_one(run, f"config.model.{key}")
-    of_run = load_tokenizer(storage.folder(run) / TOKENIZER_FILE)
+    of_run = load_tokenizer(io.folder(run) / TOKENIZER_FILE)
     if of_run.fingerprint != tokenizer.fingerprint:
         raise UsageError(
             f"config.model.{key}={run}: its tokenizer differs from that of "
@@ -571,9 +565,9 @@ def _member(key, run, tokenizer, config, mesh, rules):
 
 def _with_padding(config, multiple):
     """A `Config` with this `model.vocab_multiple`, if its family has one."""
-    if "vocab_multiple" not in settings.names_of(type(config.model)):
+    if "vocab_multiple" not in schema.names_of(type(config.model)):
         return config
-    return settings.replaced(config, {"model.vocab_multiple": multiple})
+    return schema.replaced(config, {"model.vocab_multiple": multiple})
 
 
 def _capacity_stages(model, length):
@@ -635,9 +629,9 @@ def _teacher(config, tokenizer=None, *, vocab_size=0, devices=None):
             f"config.losses.distill={config.losses.distill!r}: config.train.teacher is empty; "
             "set it to the run folder of the teacher, or set config.losses.distill=0"
         )
-    if not runfolder.holds_result(storage.folder(run, "config.train.teacher")):
+    if not run_dir.holds_result(io.folder(run, "config.train.teacher")):
         raise UsageError(f"{name}: there is no run with a checkpoint in this folder")
-    theirs = load_tokenizer(storage.folder(run) / TOKENIZER_FILE)
+    theirs = load_tokenizer(io.folder(run) / TOKENIZER_FILE)
     if theirs.fingerprint != (tokenizer or theirs).fingerprint or (
         tokenizer is None and theirs.vocab_size != vocab_size
     ):
@@ -675,9 +669,9 @@ def on_devices_of(config, run, key):
     changes = {"mesh": config.mesh, "rules": config.rules, "train.dtype": config.train.dtype}
     changes |= {"losses.distill": 0.0}  # whom it followed itself is of no interest here
     # As wide as the logits of `config`; bridges are padded as their members.
-    of_bridges = "vocab_multiple" not in settings.names_of(type(config.model))
+    of_bridges = "vocab_multiple" not in schema.names_of(type(config.model))
     multiple = 0 if of_bridges else config.model.vocab_multiple
-    return _with_padding(settings.replaced(of, changes), multiple)
+    return _with_padding(schema.replaced(of, changes), multiple)
 
 
 def read_teacher(experiment, step=None):
@@ -724,7 +718,7 @@ def finished(config, workdir, step=None, splits=()):
       step: of the checkpoint; None: the newest.
       splits: those of the data to load, see `efx.data.load`; without any only the model is built.
     """
-    runfolder.recorded_config(workdir)
+    run_dir.recorded_config(workdir)
     # Averages of parameters are kept by the optimiser; no other has anything that is wanted here.
     with_optimizer = optim.keeps_averages(config.optim.name)
     build = functools.partial(experiment, splits=splits) if splits or with_optimizer else setup
@@ -755,7 +749,7 @@ def checkpointer(workdir, c, scores=None):
     if scores is None:
         scores = read_scores(workdir, c) if c.keep_best else {}
     return Checkpointer(
-        storage.folder(workdir) / runfolder.CHECKPOINTS,
+        io.folder(workdir) / run_dir.CHECKPOINTS,
         every=c.every,
         keep_last=c.keep_last,
         keep_best=c.keep_best,
@@ -772,5 +766,5 @@ def read_scores(workdir, c):
 
 def read_rows(workdir):
     """The rows of a run's metrics; [] of a run without any."""
-    has_metrics = (storage.folder(workdir) / runfolder.METRICS_FILE).exists()
+    has_metrics = (io.folder(workdir) / run_dir.METRICS_FILE).exists()
     return read_metrics(workdir) if has_metrics else []

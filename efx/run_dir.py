@@ -5,10 +5,10 @@
                      attention kernels), and the run's record
     held_out.json    which part of the text is held out        (efx.data.opened)
     tokenizer.json
-    metrics.jsonl    one line per logged step                  (efx.metrics)
+    metrics.jsonl    one line per logged step                  (efx.logging)
     checkpoints/     one folder per kept step                  (efx.checkpoint)
-    samples/         text samples                              (efx.metrics)
-    tensorboard/     event files                               (efx.metrics)
+    samples/         text samples                              (efx.logging)
+    tensorboard/     event files                               (efx.logging)
 
 A run's record holds its config, the hashes of its text, held-out split and tokenizer, and its
 source runs (initialisation, conversion, teacher). Each checkpoint stores the record under its
@@ -23,7 +23,6 @@ is free for any config. `Lock` refuses a second launch.
 import contextlib
 import dataclasses
 import datetime
-import errno
 import hashlib
 import json
 import os
@@ -32,10 +31,10 @@ import platform
 import re
 import subprocess
 import sys
-import time
 
-from efx import __version__, atomic, reading, storage
+from efx import __version__, io
 from efx.errors import UsageError
+from efx.parallel import multihost
 
 CONFIG_FILE = "config.json"
 RUN_FILE = "run.json"
@@ -45,14 +44,12 @@ METRICS_FILE = "metrics.jsonl"
 HELD_OUT_FILE = "held_out.json"
 TOKENIZER_FILE = "tokenizer.json"
 LOCK_FILE = ".lock"
-_MARK = ".shared_"  # beginning of the file by which processes find out whether they share a folder
-_SHARED_SECONDS = 10  # that a network file system may need to show a new file
 # The kinds of results a folder may hold, by a path in it; the first that exists counts.
 RESULTS = {"run": CHECKPOINTS, "clustering": "clusters/clustering.json"}
 # The module whose `evaluate` or `sample` uses a result, by its kind and the function's name.
 USES = {
-    ("run", "evaluate"): "efx.use",
-    ("run", "sample"): "efx.use",
+    ("run", "evaluate"): "efx.train.finished_run",
+    ("run", "sample"): "efx.train.finished_run",
     ("clustering", "evaluate"): "efx.cbtm.evaluation",
     ("clustering", "sample"): "efx.cbtm.sampling",
 }
@@ -81,47 +78,6 @@ _ABSENT = "(absent)"  # stands for a key that only the other config has
 _SHOWN = 6  # differing keys named in an error before "and N more"
 
 
-def reason(error):
-    """Describe an OSError in a few words for a user."""
-    if error.errno in (errno.ENOTDIR, errno.EEXIST):
-        path = pathlib.Path(str(error.filename))
-        for part in (path, *path.parents):
-            if part.exists() and not part.is_dir():
-                return f"{part} is a file, not a folder"
-    texts = {
-        errno.ENOSPC: "the disk is full",
-        errno.EDQUOT: "the disk quota is used up",
-        errno.EROFS: "the file system is read-only",
-        errno.EACCES: "permission denied",
-        errno.EPERM: "permission denied",
-        errno.ENOTDIR: "a folder of this path is a file",
-    }
-    return texts.get(error.errno, error.strerror or str(error))
-
-
-@contextlib.contextmanager
-def writing(path):
-    """Raise an OSError of the body as a UsageError that names `path`."""
-    try:
-        yield
-    except OSError as error:
-        remedies = {
-            errno.ENOSPC: "free space on it, or ",
-            errno.EDQUOT: "free space, or ",
-            errno.EACCES: "change its permissions, or ",
-        }
-        raise UsageError(
-            f"cannot write {error.filename or path}: {reason(error)}; "
-            f"{remedies.get(error.errno, '')}use another folder"
-        ) from error
-    except UsageError:
-        raise
-    except Exception as error:
-        if storage.is_remote(path):  # whose client has errors of its own
-            raise storage.unreachable(path, error) from error
-        raise
-
-
 class Home:
     """Detects that a run directory was renamed, deleted or unmounted. Call `check` before a write,
     which would make the directory again and split the run in two."""
@@ -139,12 +95,6 @@ class Home:
             os.stat(config)
 
 
-def write_atomic(path, text):
-    """Writes `text` to `path` so that a reader (or a crash) sees the old file or the new one."""
-    with writing(path):
-        atomic.write_text(path, text)
-
-
 def is_run(folder):
     """Whether a local folder is that of a run, by the names of its files."""
     return all(os.path.isfile(os.path.join(folder, name)) for name in (CONFIG_FILE, RUN_FILE))
@@ -157,7 +107,7 @@ def recorded_config(workdir, setting="--workdir"):
     setting: the flag or setting that names the folder, for messages.
     Raises UsageError if `workdir` is not a run folder or its config cannot be read.
     """
-    folder = storage.folder(workdir, setting)
+    folder = io.folder(workdir, setting)
     if not folder.is_dir():
         raise UsageError(f"{setting}={workdir} is not a run folder: there is no such folder")
     if config := checkpoint_record(folder).get("config"):
@@ -177,7 +127,7 @@ def recorded_setting(workdir, key):
     for part in key.split("."):
         if not isinstance(value, dict) or part not in value:
             raise UsageError(
-                f"{storage.folder(workdir) / CONFIG_FILE} has no config.{key}: it is not the "
+                f"{io.folder(workdir) / CONFIG_FILE} has no config.{key}: it is not the "
                 "config of a run"
             )
         value = value[part]
@@ -214,7 +164,7 @@ class OpenedRun:
         """
         earlier = {} if self.is_new else checkpoint_record(self.path)
         record = {**earlier, **entries, "config": self.config}
-        on_primary(self.path, lambda: self._write(files, record))
+        multihost.run_on_primary(self.path, lambda: self._write(files, record))
         return record
 
     def _write(self, files, record):
@@ -222,7 +172,7 @@ class OpenedRun:
         if not self.is_new:
             launch["changed"] = self.changed
         launches = [] if self.is_new else run_record(self.path).get("launches", [])
-        with writing(self.path):
+        with io.report_write_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             # First of all files, since it says whose folder this is.
             _write_json(self.path / CONFIG_FILE, self.config)
@@ -231,7 +181,7 @@ class OpenedRun:
                 if text is None and self.is_new:
                     path.unlink(missing_ok=True)
                 elif text is not None and (self.is_new or not path.exists()):
-                    write_atomic(path, text)
+                    io.write_atomic(path, text)
         entries = {name: entry for name, entry in record.items() if name != "config"}
         _write_json(self.path / RUN_FILE, {"launches": [*launches, launch], **entries})
 
@@ -253,46 +203,20 @@ def open_run(workdir, config, *, command_line, may_differ=(), completed=None):
     With several processes all of them call this; process 0 alone reads.
     """
     config = json.loads(json.dumps(config, default=_plain))
-    folder, changed = storage.folder(workdir), {}
-    is_new = on_primary(workdir, lambda: int(_is_new(workdir)))
+    folder, changed = io.folder(workdir), {}
+    is_new = multihost.run_on_primary(workdir, lambda: int(_is_new(workdir)))
     if not is_new:
 
         def check():
             changed.update(check_config(workdir, config, may_differ, completed))
             run_record(workdir)  # its damage is reported before anything is written
 
-        on_primary(workdir, check)
+        multihost.run_on_primary(workdir, check)
     return OpenedRun(folder, bool(is_new), changed, config, tuple(command_line))
 
 
-def on_primary(workdir, action):
-    """Run `action` on process 0 and return its result on every process.
-
-    action: returns an int that is not negative, or None. If it raises, all processes raise.
-    """
-    import jax
-
-    if jax.process_count() == 1:
-        return action()
-    import numpy as np
-    from jax.experimental import multihost_utils
-
-    error, result = None, 0
-    if jax.process_index() == 0:
-        try:
-            result = action() or 0
-        except Exception as raised:
-            error, result = raised, -1
-    result = int(multihost_utils.broadcast_one_to_all(np.int32(result)))
-    if error:
-        raise error
-    if result < 0:
-        raise UsageError(f"--workdir={workdir}: process 0 reported an error; see its message")
-    return result
-
-
 def _is_new(workdir):
-    folder = storage.folder(workdir)
+    folder = io.folder(workdir)
     if checkpoint_record(folder):
         return False
     if (folder / CONFIG_FILE).exists():
@@ -315,7 +239,7 @@ def _is_new(workdir):
 
 def holds_result(workdir):
     """Whether a folder holds a result that took work to compute: a checkpoint or a clustering."""
-    folder = storage.folder(workdir)
+    folder = io.folder(workdir)
     try:
         names = [path.name for path in (folder / CHECKPOINTS).iterdir() if path.is_dir()]
     except OSError:  # no such folder, or not one
@@ -326,7 +250,7 @@ def holds_result(workdir):
 
 def kind_of_result(workdir):
     """The kind of result, as in RESULTS, that a folder holds; None without any."""
-    present = (name for name, path in RESULTS.items() if (storage.folder(workdir) / path).exists())
+    present = (name for name, path in RESULTS.items() if (io.folder(workdir) / path).exists())
     return next(present, None)
 
 
@@ -342,11 +266,11 @@ class Lock:
     """
 
     def __init__(self, workdir):
-        self._folder, self._file = storage.folder(workdir), None
+        self._folder, self._file = io.folder(workdir), None
         self._cannot_lock = False
 
     def __enter__(self):
-        on_primary(self._folder, lambda: self._folder.is_dir() and self._take())
+        multihost.run_on_primary(self._folder, lambda: self._folder.is_dir() and self._take())
         return self
 
     def __exit__(self, kind, error, trace):
@@ -356,17 +280,17 @@ class Lock:
 
     def take(self):
         """Takes the lock unless it is taken already; makes the folder if it is absent."""
-        on_primary(self._folder, self._take)
+        multihost.run_on_primary(self._folder, self._take)
 
     def _take(self):
         if self._file is not None or self._cannot_lock:
             return
-        if storage.is_remote(self._folder):
+        if io.is_remote(self._folder):
             self._cannot_lock = True
             self._warn("an object store")
             return
         path = self._folder / LOCK_FILE
-        with writing(path):
+        with io.report_write_errors(path):
             self._folder.mkdir(parents=True, exist_ok=True)
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -383,7 +307,7 @@ class Lock:
         except (ImportError, OSError) as error:
             self._warn("this system" if isinstance(error, ImportError) else "its file system")
         self._file = file
-        with writing(path):
+        with io.report_write_errors(path):
             os.ftruncate(file, 0)
             os.pwrite(file, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
 
@@ -396,58 +320,6 @@ class Lock:
 
 def _warn(line):
     print(f"efx: warning: {line}", file=sys.stderr, flush=True)
-
-
-def first_process_missing(is_visible, timeout):
-    """The index of the first process on which `is_visible()` stays false for `timeout` seconds, or
-    None. All processes have to call it."""
-    import numpy as np
-    from jax.experimental import multihost_utils
-
-    deadline = time.monotonic() + timeout
-    while not is_visible() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    visible = multihost_utils.process_allgather(np.int32(is_visible()))
-    return None if np.all(visible) else int(np.argmin(visible))
-
-
-def check_shared(workdir, setting="--workdir"):
-    """Raises UsageError, on all processes, unless all of them see the same folder.
-
-    Process 0 makes a file there for a moment, and the folder if it is absent.
-    """
-    import jax
-
-    if jax.process_count() == 1:
-        return
-    folder = storage.folder(workdir)
-
-    def make():
-        number = int.from_bytes(os.urandom(3), "big")
-        with writing(folder):
-            # A bucket has no folders to make; who may write there need not be allowed to look at
-            # what is above it, the list of all buckets.
-            above = () if storage.is_remote(folder) else (folder, *folder.parents)
-            made = [path for path in above if not path.exists()]
-            folder.mkdir(parents=True, exist_ok=True)
-            made_by[:] = [folder / f"{_MARK}{number}", *made]
-            made_by[0].write_text("")
-        return number
-
-    made_by = []  # what process 0 made, to be taken away again
-    mark = folder / f"{_MARK}{on_primary(workdir, make)}"
-    missing = first_process_missing(mark.exists, _SHARED_SECONDS)
-    for path in made_by[:1]:
-        path.unlink(missing_ok=True)
-    for path in made_by[1:]:
-        with contextlib.suppress(OSError):  # another launch has made something there
-            path.rmdir()
-    if missing is not None:
-        raise UsageError(
-            f"{setting}={workdir} is not shared by all processes: process {missing} does not see "
-            "the files of process 0; use a shared folder, on a network file system or at "
-            "gs://BUCKET/FOLDER"
-        )
 
 
 def check_config(workdir, config, may_differ, completed=None):
@@ -466,7 +338,7 @@ def checkpoint_record(workdir):
 
 def newest_meta(workdir):
     """(step, meta) of the newest checkpoint that can be read; (None, {}) without one."""
-    root = storage.folder(workdir) / CHECKPOINTS
+    root = io.folder(workdir) / CHECKPOINTS
     try:
         steps = [int(path.name) for path in root.iterdir() if _is_step(path.name)]
     except OSError:  # no such folder, or not one
@@ -475,7 +347,7 @@ def newest_meta(workdir):
         # Reading parameters reports a checkpoint that is damaged or not finished.
         with contextlib.suppress(OSError, ValueError):
             if (root / str(step) / MANIFEST).exists():
-                meta = reading.read_json(root / str(step) / "meta" / "metadata")
+                meta = io.read_json(root / str(step) / "meta" / "metadata")
                 if isinstance(meta, dict) and isinstance(meta.get("record", {}), dict):
                     return step, meta
     return None, {}
@@ -487,7 +359,7 @@ def _is_step(name):
 
 def run_record(workdir):
     """The run's record, and `launches` of run.json; {} without a run."""
-    path = storage.folder(workdir) / RUN_FILE
+    path = io.folder(workdir) / RUN_FILE
     contents = _read_dict(path) if path.is_file() else {}
     if not isinstance(contents.get("launches", []), list):
         raise UsageError(f"{path} is not the record of a run: delete it; it is a copy")
@@ -499,12 +371,12 @@ def amend_launch(workdir, **entries):
     process 0 alone writes."""
 
     def amend():
-        path = storage.folder(workdir) / RUN_FILE
+        path = io.folder(workdir) / RUN_FILE
         contents = _read_dict(path)
         contents["launches"][-1] |= entries
         _write_json(path, contents)
 
-    on_primary(workdir, amend)
+    multihost.run_on_primary(workdir, amend)
 
 
 def saved_tokenizer(workdir):
@@ -513,7 +385,7 @@ def saved_tokenizer(workdir):
     Raises UsageError if it is not the one that the run recorded: its ids would mean something else
     to the model.
     """
-    path = storage.folder(workdir) / TOKENIZER_FILE
+    path = io.folder(workdir) / TOKENIZER_FILE
     if not holds_result(workdir):
         return None
     text, recorded = _text(path), run_record(workdir).get("tokenizer")
@@ -542,7 +414,7 @@ def recorded_origin(workdir):
     entry = run_record(workdir).get("text")
     if entry is None:
         return None
-    path = storage.folder(workdir) / HELD_OUT_FILE
+    path = io.folder(workdir) / HELD_OUT_FILE
     text = _text(path)
     if checksum(text) != entry["held_out"]:
         raise UsageError(
@@ -702,15 +574,15 @@ def git_revision(package=None):
 
 
 def _write_json(path, contents):
-    write_atomic(path, json.dumps(contents, indent=2, sort_keys=path.name == CONFIG_FILE) + "\n")
+    io.write_atomic(path, json.dumps(contents, indent=2, sort_keys=path.name == CONFIG_FILE) + "\n")
 
 
 def _read_dict(path):
     """The dict in a JSON file; UsageError if it cannot be read."""
     try:
-        contents = reading.read_json(path)
+        contents = io.read_json(path)
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {reason(error)}") from error
+        raise UsageError(f"cannot read {path}: {io.describe_os_error(error)}") from error
     except ValueError as error:
         raise UsageError(
             f"{path} is damaged: not JSON ({error}); restore the file, or use another --workdir"

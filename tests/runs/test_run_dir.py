@@ -12,7 +12,7 @@ import pytest
 from refusals import refused
 from run_files import largest_file, writer_of
 
-from efx import atomic, main, runfolder
+from efx import io, main, run_dir
 from efx.errors import UsageError
 
 CONFIG = {
@@ -25,7 +25,7 @@ MAY_DIFFER = ("steps", r"log\..*")
 
 
 def look(path, config=CONFIG, completed=None):
-    return runfolder.open_run(
+    return run_dir.open_run(
         path, config, command_line=["efx", "--x"], may_differ=MAY_DIFFER, completed=completed
     )
 
@@ -36,7 +36,7 @@ def open_run(path, config=CONFIG):
     record, folder = run.commit({}), path / "checkpoints/1"
     (folder / "meta").mkdir(parents=True, exist_ok=True)
     (folder / "meta/metadata").write_text(json.dumps({"record": record}))
-    (folder / runfolder.MANIFEST).write_text("{}")
+    (folder / run_dir.MANIFEST).write_text("{}")
     return run
 
 
@@ -54,7 +54,7 @@ def test_a_new_run_and_its_records(tmp_path):
     path = tmp_path / "runs" / "a"
     run = open_run(path)
     assert run.is_new and run.path == path
-    config = runfolder.recorded_config(path)
+    config = run_dir.recorded_config(path)
     assert config == json.loads(json.dumps(CONFIG))
     assert list(json.loads((path / "config.json").read_text())) == sorted(config)
     record = json.loads((path / "run.json").read_text())["launches"][0]
@@ -73,7 +73,7 @@ def test_a_new_run_and_its_records(tmp_path):
 def test_permitted_changes_are_recorded(tmp_path):
     open_run(tmp_path)
     open_run(tmp_path, changed(steps=200, log={"every": 5}))
-    assert runfolder.recorded_config(tmp_path)["steps"] == 200
+    assert run_dir.recorded_config(tmp_path)["steps"] == 200
     launches = json.loads((tmp_path / "run.json").read_text())["launches"]
     assert launches[1]["changed"] == {"steps": [100, 200], "log.every": [10, 5]}
     open_run(tmp_path, changed(seed=0.0))  # an equal number of another type is the same
@@ -87,7 +87,7 @@ def test_a_run_that_is_older_than_a_setting_resumes_at_its_default(tmp_path):
 
     assert not look(tmp_path, changed(model={"new": 1}), completed).is_new
     refused(lambda: look(tmp_path, changed(model={"new": 2}), completed), "config.model.new")
-    runfolder.check_config(tmp_path, changed(model={"new": 1}), MAY_DIFFER, completed)
+    run_dir.check_config(tmp_path, changed(model={"new": 1}), MAY_DIFFER, completed)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_run_of_another_config_is_refused(tmp_path, config, names, copy):
 def test_a_directory_that_is_not_a_run_is_refused_and_left_alone(tmp_path):
     (tmp_path / "empty").mkdir()
     for name in ("absent", "empty"):
-        refused(lambda: runfolder.recorded_config(tmp_path / name), str(tmp_path / name))  # noqa: B023
+        refused(lambda: run_dir.recorded_config(tmp_path / name), str(tmp_path / name))  # noqa: B023
     for name in ("checkpoints", "metrics.jsonl", "held_out.json"):
         (tmp_path / "stray" / name).mkdir(parents=True)
         refused(lambda: open_run(tmp_path / "stray"), str(tmp_path / "stray"), name)
@@ -140,10 +140,10 @@ def test_an_unwritable_workdir_is_one_line(tmp_path):
 
 def test_atomic_writes_leave_the_old_file_or_no_directory_when_they_fail(tmp_path):
     path, folder = tmp_path / "config.json", tmp_path / "folder"
-    runfolder.write_atomic(path, "old")
+    io.write_atomic(path, "old")
     with largest_file(1000):
-        refused(lambda: runfolder.write_atomic(path, "x" * 5000), str(path))
-    with pytest.raises(KeyError), atomic.replacing(folder) as part:
+        refused(lambda: io.write_atomic(path, "x" * 5000), str(path))
+    with pytest.raises(KeyError), io.replacing(folder) as part:
         part.mkdir()
         (part / "a").write_text("half")
         raise KeyError
@@ -166,7 +166,7 @@ def test_a_config_of_another_kind_is_one_line_in_every_mode(tmp_path, text, caps
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("efx: error: ") and str(path) in line
     for key in ("data.source", "steps"):
-        refused(lambda: runfolder.recorded_setting(tmp_path, key), "config.json")  # noqa: B023
+        refused(lambda: run_dir.recorded_setting(tmp_path, key), "config.json")  # noqa: B023
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["1", "checkpoints", "config.json"]
 
 
@@ -174,7 +174,7 @@ def test_a_config_of_another_kind_is_one_line_in_every_mode(tmp_path, text, caps
 def test_a_record_of_another_kind_is_one_line(tmp_path, text):
     open_run(tmp_path)
     (tmp_path / "run.json").write_text(text)
-    for read in (runfolder.run_record, runfolder.saved_tokenizer, open_run):
+    for read in (run_dir.run_record, run_dir.saved_tokenizer, open_run):
         refused(lambda: read(tmp_path), "run.json")  # noqa: B023
 
 
@@ -184,15 +184,15 @@ def test_a_record_of_another_kind_is_one_line(tmp_path, text):
 def test_a_second_launch_is_refused_with_process_and_host_of_the_first(tmp_path):
     """Of a process that was killed the lock is gone: test_launches.py."""
     folder = tmp_path / "run"
-    with runfolder.Lock(folder) as lock:
+    with run_dir.Lock(folder) as lock:
         assert not folder.exists()  # made when the lock is taken
         lock.take()
         lock.take()  # no second time
         holder = f"process {os.getpid()} on {platform.node()}"
-        refused(lambda: runfolder.Lock(folder).__enter__(), str(folder), holder)
-        refused(lambda: runfolder.Lock(folder).take(), str(folder), holder)
-    with runfolder.Lock(folder), pytest.raises(UsageError):
-        runfolder.Lock(folder).take()
+        refused(lambda: run_dir.Lock(folder).__enter__(), str(folder), holder)
+        refused(lambda: run_dir.Lock(folder).take(), str(folder), holder)
+    with run_dir.Lock(folder), pytest.raises(UsageError):
+        run_dir.Lock(folder).take()
 
 
 def test_a_file_system_without_locks_is_one_warning(tmp_path, monkeypatch, capsys):
@@ -200,7 +200,7 @@ def test_a_file_system_without_locks_is_one_warning(tmp_path, monkeypatch, capsy
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    with runfolder.Lock(tmp_path) as lock:
+    with run_dir.Lock(tmp_path) as lock:
         lock.take()
     warning = capsys.readouterr().err
     assert str(tmp_path) in warning and warning.count("\n") == 1
@@ -218,9 +218,9 @@ def test_git_revision_is_that_of_efx(tmp_path):
     git("init", "-q")
     git("add", ".")
     git("commit", "-qm", "x")
-    found = runfolder.git_revision(package)
+    found = run_dir.git_revision(package)
     assert len(found["revision"]) == 40 and found["dirty"] is False
-    assert runfolder.git_revision(inside) is None  # the checkout of another project
+    assert run_dir.git_revision(inside) is None  # the checkout of another project
 
 
 def test_reading_a_run_needs_no_jax(tmp_path, root):
@@ -230,8 +230,8 @@ def test_reading_a_run_needs_no_jax(tmp_path, root):
     script = """if True:
         import sys
         sys.modules["jax"] = sys.modules["numpy"] = None
-        from efx.metrics import read_metrics, mean_of
-        from efx.runfolder import recorded_config
+        from efx.logging import read_metrics, mean_of
+        from efx.run_dir import recorded_config
         print(recorded_config(sys.argv[1])["steps"], read_metrics(sys.argv[1]))
     """
     command = [sys.executable, "-c", script, str(tmp_path)]

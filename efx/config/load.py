@@ -1,39 +1,27 @@
-"""The whole config: `config.data`, `config.model`, `config.optim`... Every setting of a run is a
-field of a block in `efx.run_blocks`, `efx.layers.config` or its family's config, with its meaning
-beside it.
+"""Where a config comes from: a config file, or a run folder.
 
-A config file calls `configs.common.base()`, changes what its experiment changes and returns the
-result; any setting can then be given on the command line, as `--config.model.depth=12`.
+A config file is Python with a function `get_config`. It is given as a path, or as the name of a
+config that is installed with efx: `configs/mod.py` or `mod`. Variants follow a colon: `mod:smoke`.
+Sweep files (`get_sweep`) and grid files (`get_grid`) are found and run in the same way.
 """
 
+import contextlib
 import dataclasses
 import functools
+import importlib.util
+import inspect
 import json
 import logging
+import os
+import pathlib
 
 from ml_collections import ConfigDict
 
+from efx import configs, io, run_dir
+from efx.config.run import Config, default_config
+from efx.config.schema import as_dict, is_block, make, names_of
 from efx.errors import UsageError, nearest
-from efx.models import FAMILIES, check_family, config_class, config_of
-from efx.models.adapters import AdapterConfig
-from efx.models.decoder import DecoderConfig
-from efx.run_blocks import (
-    CheckpointConfig,
-    ClusterConfig,
-    DataConfig,
-    EnsembleConfig,
-    EvaluateConfig,
-    InitConfig,
-    LogConfig,
-    LossesConfig,
-    MeshConfig,
-    OptimConfig,
-    SampleConfig,
-    Seed,
-    TrainConfig,
-)
-from efx.settings import Natural, NonNegative, as_dict, block, defaults, is_block, make, names_of
-from efx.sharding import DEFAULT_RULES
+from efx.models import FAMILIES, check_family, config_class
 
 _log = logging.getLogger(__name__)
 
@@ -68,46 +56,135 @@ _SETTING_OF = {
 }
 
 
-@block("config")
-class Config:
-    """All settings of a run."""
+def load_config(source, changes=None):
+    """The checked ConfigDict of a config file.
 
-    seed: Seed = 0
-    # One of the two: optimiser steps, or total training FLOPs (then the number of steps
-    # follows from the model's ledger and the batch).
-    steps: Natural = 1000
-    train_flops: NonNegative = 0.0
-    data: DataConfig = DataConfig()
-    init: InitConfig = InitConfig()
-    model: object = DecoderConfig()  # the block of a family, see efx/models/__init__.py
-    adapter: AdapterConfig = AdapterConfig()
-    losses: LossesConfig = LossesConfig()
-    train: TrainConfig = TrainConfig()
-    optim: OptimConfig = OptimConfig()
-    mesh: MeshConfig = MeshConfig()
-    # (logical axis, mesh axis or axes or None): see efx/sharding.py.
-    rules: tuple[object, ...] = DEFAULT_RULES
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    log: LogConfig = LogConfig()
-    evaluate: EvaluateConfig = EvaluateConfig()
-    sample: SampleConfig = SampleConfig()
-    cluster: ClusterConfig = ClusterConfig()
-    ensemble: EnsembleConfig = EnsembleConfig()
+    Args:
+      source: "mod", "mod:smoke,dense", "configs/mod.py:smoke", "my/own.py", or the path of a run
+        folder, "runs/mod", whose config it then is.
+      changes: {dotted key: value} to set in it, such as {"model.depth": 2}.
 
-    def check(self):
-        object.__setattr__(self, "model", config_of(self.model))
-        routing = self.model.depth_routing
-        if routing.has_threshold and self.optim.name == "schedule_free_adamw":
+    Raises UsageError for a wrong file, variant, key or type, naming the nearest.
+    """
+    if _is_run_folder(source):
+        config = config_of_run(source)
+    else:
+        config = run_file("config", source)
+        to_config(config, f"--config={source}")
+    if changes:
+        override(config, changes, source)
+    return config
+
+
+def _is_run_folder(source):
+    """Whether this is the path of a run folder; a name without a slash is that of a config."""
+    if "/" not in source:
+        return False
+    return (io.folder(source, "--config") / run_dir.CONFIG_FILE).is_file()
+
+
+def override(config, changes, where):
+    """Sets dotted keys of a config; the UsageError for a wrong one begins with `where`."""
+    from efx.configs import common
+
+    for key, value in changes.items():
+        try:
+            common.apply(config, {key: value})
+        except UsageError as error:
+            raise UsageError(f"{where}: {error}") from None
+        except TypeError:
+            block, _, name = key.rpartition(".")
+            owner = require(config, block) if block else config
+            expected = owner.get_type(name).__name__
+            raise UsageError(f"{where}: config.{key}={value!r}: expected {expected}") from None
+
+
+def config_of_run(workdir, setting="--workdir"):
+    """The checked config of a run folder, with the types of a config file's; its lists, which were
+    tuples, are tuples again. setting: the flag that names the folder, for messages."""
+    recorded = run_dir.recorded_config(workdir, setting)
+    path = io.folder(workdir) / run_dir.CONFIG_FILE
+    config = of_plain(_tuples(completed(recorded)), path)
+    to_config(config, path)
+    return typed(config)
+
+
+def with_variants(source, *variants):
+    """The source of a config with these variants before its own: "mod:smoke" -> "mod:dense,smoke".
+
+    Variants that are empty are left out.
+    """
+    file, _, own = source.partition(":")
+    return ":".join(filter(None, (file, ",".join(filter(None, (*variants, own))))))
+
+
+def run_file(kind, source, folder=""):
+    """The result of the function `get_<kind>` of a Python file, given its variants if it has any.
+
+    Args:
+      kind: "config", "sweep" or "grid", which is also the flag that messages name.
+      source: "FILE" or "FILE:variants"; FILE is a path, or a name in the `folder` of `efx.configs`.
+    """
+    path, _, variants = str(source).partition(":")
+    file_path, where = find_file(kind, path, folder), f"--{kind}={source}"
+    try:
+        spec = importlib.util.spec_from_file_location(f"efx_{kind}", file_path)
+        if spec is None:
+            raise UsageError("this is not a Python file; its name must end in .py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        if not hasattr(module, f"get_{kind}"):
+            raise UsageError(f"the file has no function get_{kind}()")
+        function = getattr(module, f"get_{kind}")
+        if not variants:
+            return function()
+        if not inspect.signature(function).parameters:
             raise UsageError(
-                "config.optim.name='schedule_free_adamw': evaluates averaged parameters, whose "
-                "scores the thresholds do not follow; use another optimiser, or "
-                f"{routing.where}.causal='aux_loss' or 'predictor'"
+                f"get_{kind}() has no variants; leave out the colon and the text after it"
             )
+        return function(variants)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
+    except (Exception, SystemExit) as error:  # a file may also try to end the process
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UsageError(f"{where} cannot be loaded: {reason}") from error
 
 
-def known(family="decoder"):
-    """The ConfigDict with every setting that there is for a model family, at its default."""
-    return defaults(dataclasses.replace(Config(), model=config_class(family)()))
+def find_file(kind, path, folder=""):
+    """pathlib.Path of a Python file, given by its path, or by its name without ".py" in the
+    `folder` of `efx.configs`. A path `configs/...` that does not exist is looked up in efx."""
+    top, named = pathlib.Path(configs.__path__[0]), io.local_path(path, f"--{kind}")
+    is_path = bool(named.suffix) or named.parent != pathlib.Path()
+    shipped = top.joinpath(*named.parts[1:]) if named.parts[:1] == (top.name,) else named
+    for candidate in [named, shipped] if is_path else [top / folder / f"{path}.py"]:
+        if os.path.isfile(candidate):  # False of a name that is too long, too
+            return candidate
+    suggestions = {}
+    if named.parent == pathlib.Path():
+        suggestions |= {name: name for name in _names(top / folder, kind)}
+    if is_path:
+        names = {*_names(shipped.parent, kind), *_names(named.parent, kind)}
+        suggestions |= {name: str(named.parent / f"{name}.py") for name in names}
+    problem = "there is no such file"
+    if not is_path:
+        problem = f"there is no {kind} of this name, and a path ends in .py"
+    raise UsageError(f"--{kind}={path}: {problem}{nearest(named.stem, suggestions, suggestions)}")
+
+
+def _names(folder, kind):
+    """The names, without ".py", of the Python files of a folder that have `get_<kind>`."""
+    for file in folder.glob("*.py"):
+        with contextlib.suppress(OSError):
+            if f"def get_{kind}(" in file.read_text(errors="replace"):
+                yield file.stem
+
+
+def _tuples(value):
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return tuple(_tuples(item) for item in value)
+    return value
 
 
 def completed(plain):
@@ -159,7 +236,7 @@ def of_plain(plain, where):
 def typed(config):
     """A checked ConfigDict of plain values with the types of its settings: one that is None can be
     set to what it may be, one of several types to each of them."""
-    whole = known(config.model.family)
+    whole = default_config(config.model.family)
     _fill(whole, config)
     return whole
 
@@ -172,7 +249,7 @@ def _fill(block, values):
             block[key] = value.to_dict() if _has_names(value) else value
 
 
-def check(config, where=""):
+def to_config(config, where=""):
     """The `Config` of a ConfigDict of any family; UsageError unless it has just the settings that
     there are, each with a value that it may have. A `Config` is returned as it is. A misspelt key
     would otherwise be one more key, which nobody reads.
@@ -189,7 +266,7 @@ def check(config, where=""):
             raise UsageError("config.model is missing")
         family = require(config, "model.family")
         check_family(dict(config.model.items()))
-        _check_names(config, right := known(family), "config", list(names(right)))
+        _check_names(config, right := default_config(family), "config", list(names(right)))
         return make(Config, config)
     except UsageError as error:
         raise UsageError(f"{where}: {error}" if where else str(error)) from None

@@ -6,8 +6,8 @@ import pathlib
 
 import jax
 
-from efx import hosts, runfolder
 from efx.errors import UsageError
+from efx.parallel import multihost
 
 _log = logging.getLogger(__name__)
 
@@ -25,9 +25,9 @@ def keep_compiled():
     waiting.
     """
     folder = cache_folder()
-    if hosts.connected() and jax.process_count() > 1 and jax.default_backend() == "gpu":
+    if multihost.connected() and jax.process_count() > 1 and jax.default_backend() == "gpu":
         try:
-            runfolder.check_shared(folder, "EFX_COMPILE_CACHE")
+            multihost.check_shared(folder, "EFX_COMPILE_CACHE")
         except UsageError as error:
             if jax.process_index() == 0:
                 _log.warning("compiled programs are not cached: %s", error)

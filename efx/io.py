@@ -1,17 +1,18 @@
-"""Where folders and files may be: on a disk, or in an object store, through epath and fsspec.
+"""Files and folders, on a disk or in an object store: addresses, checked reads, atomic writes.
 
-An object store has whole objects: no locks, no renames and nothing that is appended to. A run
-folder there is written through a copy on this machine (`Mirror`); text there is read through one
-(`fetched`).
+An object store holds whole objects: no locks, no renames, no appending. A run directory there is
+written through a local copy (`Mirror`); text there is read through one (`remote_files`).
 """
 
 import contextlib
 import errno
 import functools
+import json
 import os
 import pathlib
 import re
 import shutil
+import stat
 import sys
 import tempfile
 import threading
@@ -297,3 +298,133 @@ class Mirror:
 def _identity(path):
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns
+
+
+# Bytes of a JSON file. The largest tokenizers have 35 million.
+MOST_JSON = 64 << 20
+
+
+def read_json(path, most=MOST_JSON):
+    """The contents of a JSON file of at most so many bytes.
+
+    Raises: OSError; ValueError for what is no file, too large, no text, not JSON, or nested so
+      deeply that no program of ours has written it.
+    """
+    return parse_json(read_text(path, most))
+
+
+def parse_json(text):
+    """`json.loads`, whose every complaint is a ValueError."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def read_text(path, most=MOST_JSON):
+    """The text of a file of at most so many bytes; errors as for `read_json`."""
+    if not is_remote(path):
+        check_regular(path)
+    with path.open("rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"it has more than {most >> 20} MiB")
+    return data.decode("utf-8")
+
+
+def check_regular(path):
+    """ValueError unless a path is of a file: reading a pipe or a device may never end."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ValueError("it is not a file")
+
+
+def is_plain_name(name):
+    """Whether what a file calls another one can be the name of one in the same folder."""
+    if not isinstance(name, str) or name in ("", ".", ".."):
+        return False
+    return not set(name) & set("/\\\0") and len(name.encode("utf-8", "surrogatepass")) < 256
+
+
+def stays_below(name):
+    """Whether a relative path leads to something below the folder that it starts in."""
+    return not name.startswith("/") and "\0" not in name and ".." not in name.split("/")
+
+
+@contextlib.contextmanager
+def replacing(path):
+    """Yields the path of a file or folder to make, which takes the place of `path` at the end.
+
+    Whoever reads `path` meanwhile, or after a crash, finds what was there before. When making it
+    fails, what there is of it is removed. A folder takes the place of none or of an empty one.
+
+    path: pathlib.Path or etils.epath.Path; its folder exists.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield part
+        part.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(part) if part.is_dir() else part.unlink()
+        raise
+
+
+def write_text(path, text):
+    """Writes a file, on the disk (not in the system's memory alone) when this returns.
+
+    path: see `replacing`. An object store has whole objects only, which need no replacing.
+    """
+    if "://" in str(path):
+        path.write_text(text)
+        return
+    with replacing(path) as part, open(part, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def describe_os_error(error):
+    """Describe an OSError in a few words for a user."""
+    if error.errno in (errno.ENOTDIR, errno.EEXIST):
+        path = pathlib.Path(str(error.filename))
+        for part in (path, *path.parents):
+            if part.exists() and not part.is_dir():
+                return f"{part} is a file, not a folder"
+    texts = {
+        errno.ENOSPC: "the disk is full",
+        errno.EDQUOT: "the disk quota is used up",
+        errno.EROFS: "the file system is read-only",
+        errno.EACCES: "permission denied",
+        errno.EPERM: "permission denied",
+        errno.ENOTDIR: "a folder of this path is a file",
+    }
+    return texts.get(error.errno, error.strerror or str(error))
+
+
+@contextlib.contextmanager
+def report_write_errors(path):
+    """Raise an OSError of the body as a UsageError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        remedies = {
+            errno.ENOSPC: "free space on it, or ",
+            errno.EDQUOT: "free space, or ",
+            errno.EACCES: "change its permissions, or ",
+        }
+        raise UsageError(
+            f"cannot write {error.filename or path}: {describe_os_error(error)}; "
+            f"{remedies.get(error.errno, '')}use another folder"
+        ) from error
+    except UsageError:
+        raise
+    except Exception as error:
+        if is_remote(path):  # whose client has errors of its own
+            raise unreachable(path, error) from error
+        raise
+
+
+def write_atomic(path, text):
+    """Writes `text` to `path` so that a reader (or a crash) sees the old file or the new one."""
+    with report_write_errors(path):
+        write_text(path, text)

@@ -18,10 +18,11 @@ import jax
 import numpy as np
 from etils import epath
 
-from efx import atomic, reading, storage
+from efx import io
 from efx.errors import PassingError, UsageError
-from efx.runfolder import MANIFEST, first_process_missing, reason
-from efx.sharding import path_names
+from efx.parallel import multihost
+from efx.parallel.sharding import path_names
+from efx.run_dir import MANIFEST
 
 _OF_A_PROCESS = "efx_checksums_of_process_"  # beginning of the name of a file that is not kept
 ITEMS = ("state", "data", "meta")
@@ -55,7 +56,7 @@ def warn(line):
 
 def as_root(root):
     """An absolute path object for a local folder or an address such as gs://bucket/folder."""
-    return epath.Path(root if storage.is_remote(root) else os.path.abspath(root))
+    return epath.Path(root if io.is_remote(root) else os.path.abspath(root))
 
 
 def numbered(root):
@@ -66,7 +67,7 @@ def numbered(root):
         return set()
     except OSError as error:
         raise CheckpointError(
-            f"cannot read checkpoints in {root}: {reason(error)}; use another folder"
+            f"cannot read checkpoints in {root}: {io.describe_os_error(error)}; use another folder"
         ) from error
 
 
@@ -76,7 +77,7 @@ def is_finished(folder):
     On a disk it has its name from then on. In an object store it has it from the beginning; the
     manifest comes last of ours, and after it the file without which orbax does not read it.
     """
-    if storage.is_remote(folder):
+    if io.is_remote(folder):
         return (folder / MANIFEST).exists() and (folder / _COMMITTED).exists()
     if (folder / MANIFEST).exists():
         return True
@@ -107,7 +108,8 @@ def shared_step(root, finished, step):
     if not from_primary(chosen in finished):
         raise no_such_step(root, finished, step)
     if jax.process_count() > 1:
-        missing = first_process_missing(lambda: is_finished(root / str(chosen)), _SEEN_SECONDS)
+        folder = root / str(chosen)
+        missing = multihost.first_process_missing(lambda: is_finished(folder), _SEEN_SECONDS)
         if missing is not None:
             raise Passing(
                 f"process {missing} does not see checkpoint {chosen} in {root}, but process 0 "
@@ -167,7 +169,7 @@ def write_manifest(folder, step):
         "step": step,
         "files": {name: digests[name] for name in file_names},
     }
-    atomic.write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
+    io.write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
 
 
 def write_own_digests(item_folder, item):
@@ -180,13 +182,13 @@ def write_own_digests(item_folder, item):
     names = sorted(_files(item_folder / own, f"{own}/")) if is_there else []
     digests = {f"{item}/{name}": digest for name, digest in _digests(item_folder, names).items()}
     path = item_folder / f"{_OF_A_PROCESS}{jax.process_index()}.json"
-    atomic.write_text(path, json.dumps(digests))
+    io.write_text(path, json.dumps(digests))
 
 
 def read_manifest(folder):
     """The manifest of a step as a dict. Raises Damage."""
     try:
-        manifest = reading.read_json(folder / MANIFEST)
+        manifest = io.read_json(folder / MANIFEST)
         manifest["files"].items()
         return manifest
     except FileNotFoundError as error:
@@ -204,7 +206,7 @@ def verify(folder):
     try:
         files = read_manifest(folder)["files"]
         for name in files:
-            if not reading.stays_below(name):
+            if not io.stays_below(name):
                 raise Damage(
                     f"file {MANIFEST} names {name!r}, a file that is missing in the checkpoint"
                 )
@@ -377,7 +379,7 @@ def may_pass(error, root):
     no matter of room or of rights, and the folder is there."""
     if cause := _from_system(error):
         return cause.errno in _PASSING
-    if storage.is_remote(root):  # errors of its client
+    if io.is_remote(root):  # errors of its client
         return not any(sign in str(error) for sign, _ in _LASTING)
     return any(os.strerror(number) in str(error) for number in _PASSING)
 
@@ -385,7 +387,7 @@ def may_pass(error, root):
 def explain(error):
     """The reason at the bottom of an orbax exception, in a few words on one line."""
     if cause := _from_system(error):
-        return reason(cause) + (f" ({cause.filename})" if cause.filename else "")
+        return io.describe_os_error(cause) + (f" ({cause.filename})" if cause.filename else "")
     text = str(error)
     for sign, meaning in _LASTING:
         if sign in text:

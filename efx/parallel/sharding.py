@@ -20,8 +20,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from efx.config.schema import as_dict
 from efx.errors import UsageError, nearest
-from efx.settings import as_dict
 
 MESH_AXES = ("data", "fsdp", "tensor", "expert", "sequence")
 

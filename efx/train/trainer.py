@@ -13,14 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from efx import build, hints, memory, optim, run_settings, runfolder, settings, sharding, storage
+from efx import io, run_dir
 from efx.checkpoint import start_from
-from efx.checkpoint.files import warn
+from efx.checkpoint.manifest import warn
 from efx.checkpoint.params import fingerprint
+from efx.config import schema
+from efx.config.load import completed, to_config
 from efx.errors import UsageError
-from efx.evaluate import Evaluator, cut, describe
-from efx.flops import count_params, device_peak
-from efx.metrics import (
+from efx.layers.flops import count_params, device_peak
+from efx.logging import (
     MetricsBuffer,
     MetricsWriter,
     Progress,
@@ -28,10 +29,13 @@ from efx.metrics import (
     mean_of,
     quantity,
 )
-from efx.metrics.progress import is_primary
-from efx.metrics.writer import WANDB_ID_FILE, WRITTEN, check_wandb, samples_path
-from efx.sample import TextSampler
-from efx.signals import Interrupted, StopSignals
+from efx.logging.progress import is_primary
+from efx.logging.writer import WANDB_ID_FILE, WRITTEN, check_wandb, samples_path
+from efx.parallel import multihost, sharding
+from efx.parallel.signals import Interrupted, StopSignals
+from efx.sampling import TextSampler
+from efx.train import memory, messages, optim, setup
+from efx.train.evaluator import Evaluator, cut, describe
 
 # The settings that a later launch of the same run may change.
 MAY_DIFFER = (
@@ -85,8 +89,8 @@ def train_and_evaluate(config, workdir, *, command_line=(), started=None, train=
     Raises: UsageError for bad input; RunStopped if training cannot continue, NotFinite if it
       reached its last step and the last gradients or the held-out loss are not finite.
     """
-    runfolder.check_shared(workdir)
-    with runfolder.Lock(workdir) as lock:
+    multihost.check_shared(workdir)
+    with run_dir.Lock(workdir) as lock:
         trainer = Trainer(config, workdir, command_line, started or time.monotonic(), lock)
         return trainer.run(train)
 
@@ -102,11 +106,10 @@ def compose(config, workdir, *, command_line=(), started=None):
 def is_finished(config, workdir):
     """Whether a launch with this config has no work: the run is at its last step, evaluated and
     sampled, with a finite loss."""
-    step, meta = runfolder.newest_meta(workdir)
+    step, meta = run_dir.newest_meta(workdir)
     if step is None or meta.get("last_step") != step:
         return False
-    plain, completed = settings.as_dict(config), run_settings.completed
-    changed = runfolder.check_config(workdir, plain, MAY_DIFFER, completed)
+    changed = run_dir.check_config(workdir, schema.as_dict(config), MAY_DIFFER, completed)
     if changed.keys() & {"steps", "train_flops"} or missing_work(config, workdir, step, step):
         return False
     row = row_of(workdir, step)
@@ -123,7 +126,7 @@ def due_at(config, step, last_step):
 
 def missing_work(config, workdir, step, last_step):
     """Those of "evaluate" and "sample" that are due at a step and have no output on disk."""
-    folder, due = storage.folder(workdir), due_at(config, step, last_step)
+    folder, due = io.folder(workdir), due_at(config, step, last_step)
     is_missing = {
         "evaluate": "eval/loss" not in row_of(workdir, step),
         "sample": not samples_path(folder, step).exists(),
@@ -133,7 +136,7 @@ def missing_work(config, workdir, step, last_step):
 
 def row_of(workdir, step):
     """The row of a step in a run's metrics; {} without one."""
-    return next((row for row in build.read_rows(workdir) if row["step"] == step), {})
+    return next((row for row in setup.read_rows(workdir) if row["step"] == step), {})
 
 
 class Stopwatch:
@@ -162,12 +165,12 @@ class Trainer:
 
     def __init__(self, config, workdir, command_line, started, lock):
         self.started, self.lock = started, lock
-        self.workdir, config = storage.folder(workdir), run_settings.check(config)
+        self.workdir, config = io.folder(workdir), to_config(config)
         self.opened = self._open_run(config, command_line)
         if config.log.wandb:
-            runfolder.on_primary(workdir, lambda: check_wandb(config.log.wandb))
-        self.experiment = e = build.experiment(config, workdir)
-        self.training = build.Training(e)
+            multihost.run_on_primary(workdir, lambda: check_wandb(config.log.wandb))
+        self.experiment = e = setup.experiment(config, workdir)
+        self.training = setup.Training(e)
         self.training.check_memory()
         if advice := self.training.advice():
             warn(advice)
@@ -194,21 +197,21 @@ class Trainer:
         self.is_stopped = False  # by a signal
 
     def _open_run(self, config, command_line):
-        return runfolder.open_run(
+        return run_dir.open_run(
             self.workdir,
-            settings.as_dict(config),
+            schema.as_dict(config),
             command_line=list(command_line),
             may_differ=MAY_DIFFER,
-            completed=run_settings.completed,
+            completed=completed,
         )
 
     def _check_text(self):
         """UsageError if the text or its subset is not the run's. Paths may differ, contents not."""
         if self.opened.is_new:
             return
-        record, data, c = runfolder.run_record(self.workdir), self.experiment.data, self.config.data
+        record, data, c = run_dir.run_record(self.workdir), self.experiment.data, self.config.data
         for key in ("source", "eval_source"):
-            moved = getattr(c, key) != runfolder.recorded_setting(self.workdir, f"data.{key}")
+            moved = getattr(c, key) != run_dir.recorded_setting(self.workdir, f"data.{key}")
             if moved and "text" in record and data.origin[key] != record["text"][key]:
                 raise UsageError(
                     f"config.data.{key}={getattr(c, key)}: --workdir={self.workdir} was trained on "
@@ -228,8 +231,8 @@ class Trainer:
             return None, None
         recorded = None
         if not self.opened.is_new:
-            recorded = runfolder.run_record(self.workdir).get("teacher")
-        step, teacher = build.read_teacher(e, recorded and recorded["step"])
+            recorded = run_dir.run_record(self.workdir).get("teacher")
+        step, teacher = setup.read_teacher(e, recorded and recorded["step"])
         parameters = fingerprint(teacher["params"], e.teacher.model.vocab_size)
         if recorded and parameters != recorded["parameters"]:
             raise UsageError(
@@ -247,12 +250,12 @@ class Trainer:
             f" raise config.train.accumulation={self.config.train.accumulation}"
         )
         if not self.opened.is_new:
-            self.scores |= build.read_scores(self.workdir, self.config.checkpoint)
+            self.scores |= setup.read_scores(self.workdir, self.config.checkpoint)
         with (
             memory.exhaustion_as_usage_error("training", advice),
             StopSignals() as self.signals,  # active until the last save is on disk
             sharding.use(e.mesh, e.rules),
-            build.checkpointer(
+            setup.checkpointer(
                 self.workdir, self.config.checkpoint, self.scores
             ) as self.checkpoints,
             contextlib.ExitStack() as files,
@@ -329,7 +332,7 @@ class Trainer:
 
         def open_metrics():
             self.mirror = files.enter_context(
-                storage.Mirror(self.workdir, WRITTEN if is_primary() else ())
+                io.Mirror(self.workdir, WRITTEN if is_primary() else ())
             )
             writer = MetricsWriter(
                 self.mirror.path,
@@ -341,18 +344,18 @@ class Trainer:
 
         if jax.process_index() != 0:
             open_metrics()  # which writes nothing
-        runfolder.on_primary(self.workdir, open_metrics)
-        held_out, text = runfolder.text_entries(data.origin)
-        saved = runfolder.saved_tokenizer(self.workdir)
+        multihost.run_on_primary(self.workdir, open_metrics)
+        held_out, text = run_dir.text_entries(data.origin)
+        saved = run_dir.saved_tokenizer(self.workdir)
         tokenizer = saved.read_text(encoding="utf-8") if saved else data.tokenizer.to_json()
         entries = {
             "text": text,
-            "tokenizer": runfolder.checksum(tokenizer),
+            "tokenizer": run_dir.checksum(tokenizer),
             "subset": data.subset,
             "origin": origin,
             "teacher": self.teacher_origin,
         }
-        contents = {runfolder.HELD_OUT_FILE: held_out, runfolder.TOKENIZER_FILE: tokenizer}
+        contents = {run_dir.HELD_OUT_FILE: held_out, run_dir.TOKENIZER_FILE: tokenizer}
         if not c.wandb:
             contents[WANDB_ID_FILE] = None
         self.record = opened.commit(contents, **{k: v for k, v in entries.items() if v})
@@ -365,10 +368,10 @@ class Trainer:
             return None
         return {
             "project": c.wandb,
-            "name": runfolder.run_name(self.workdir, self.opened.command_line),
+            "name": run_dir.run_name(self.workdir, self.opened.command_line),
             "group": c.wandb_group or None,
             "tags": list(c.wandb_tags),
-            "config": settings.as_dict(self.config),
+            "config": schema.as_dict(self.config),
         }
 
     def _missing_work(self):
@@ -379,7 +382,7 @@ class Trainer:
             return int(name in missing_work(self.config, self.mirror.path, self.step, steps))
 
         names = "evaluate", "sample"
-        return [n for n in names if runfolder.on_primary(self.workdir, lambda: is_missing(n))]  # noqa: B023
+        return [n for n in names if multihost.run_on_primary(self.workdir, lambda: is_missing(n))]  # noqa: B023
 
     def _save_untrained(self):
         if self.opened.is_new:
@@ -456,7 +459,7 @@ class Trainer:
         compiled, attention = self._interruptible(compile_step)
         self.compile_seconds = time.monotonic() - begin
         self.attention += [choice for choice in attention if choice not in self.attention]
-        runfolder.amend_launch(self.workdir, attention=self.attention)
+        run_dir.amend_launch(self.workdir, attention=self.attention)
         return compiled
 
     def _save(self):
@@ -583,7 +586,7 @@ class Trainer:
         if step >= e.steps:
             return
         flops, steps = e.flops(e.steps) - e.flops(step), e.steps - step
-        if line := hints.before(flops, steps, self.peak, self.opened.command_line):
+        if line := messages.before(flops, steps, self.peak, self.opened.command_line):
             self.progress.println(line)
 
     def _print_banner(self):
@@ -659,7 +662,7 @@ class Trainer:
 
     def _print_hints(self):
         e = self.experiment
-        lines = hints.after(self.workdir, self.config, e.data, e.model.context)
+        lines = messages.after(self.workdir, self.config, e.data, e.model.context)
         self.progress.println("\n".join(lines))
 
     def _check_end(self, row):

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from efx import run_settings, runfolder, settings, storage
-from efx.checkpoint import files
+from efx import io, run_dir
+from efx.checkpoint import manifest
 from efx.checkpoint.params import fingerprint, restore_params
+from efx.config import schema
+from efx.config.load import completed
 from efx.errors import UsageError
 from efx.layers.stack import convert_layers, scan_params, unroll_params
 from efx.models.config import SAME_MODEL
@@ -74,9 +76,9 @@ def start_from(state, config, model, report):
 def changed_settings(run, config, among):
     """{dotted key: (what a run recorded, what it is in `config`)} of the settings that differ, of
     those whose key is matched by the regex `among`."""
-    recorded = run_settings.completed(runfolder.recorded_config(run))
-    now = json.loads(json.dumps(settings.as_dict(config)))  # lists for tuples, as recorded
-    return runfolder.differences(recorded, now, among)
+    recorded = completed(run_dir.recorded_config(run))
+    now = json.loads(json.dumps(schema.as_dict(config)))  # lists for tuples, as recorded
+    return run_dir.differences(recorded, now, among)
 
 
 def _averages(root, step, variables, config):
@@ -105,15 +107,15 @@ def _averages(root, step, variables, config):
     )
     said = f", {diff.loaded} running averages"
     if diff.missing:
-        said += f" ({len(diff.missing)} as in a new run: {files.abridged(list(diff.missing))})"
+        said += f" ({len(diff.missing)} as in a new run: {manifest.abridged(list(diff.missing))})"
     return averages, said
 
 
 def _checkpoints(run, key):
-    folder = storage.folder(run, key)
+    folder = io.folder(run, key)
     if not folder.is_dir():
         raise UsageError(f"{key}={run}: there is no such run folder")
-    return folder / runfolder.CHECKPOINTS
+    return folder / run_dir.CHECKPOINTS
 
 
 def _with_members(state, runs, members):
@@ -121,7 +123,7 @@ def _with_members(state, runs, members):
     params, averages = dict(state.params), dict(state.variables.get("state", {}))
     for (key, run), (name, (member, left_out)) in zip(runs, members.items(), strict=True):
         root = _checkpoints(run, f"config.model.{key}")
-        scanned = runfolder.recorded_setting(run, "model.scan_layers")
+        scanned = run_dir.recorded_setting(run, "model.scan_layers")
         params[name] = _member(root, params[name], member, scanned, ("params",), left_out)
         if name in averages:
             collection = ("variables", "state")
@@ -190,7 +192,7 @@ def _expert(run, adapter, base, inherited, values, vocab_size):
     """{path: array} of one expert's run, its base included."""
     root = _checkpoints(run, "config.adapter.experts")
     expert_adapter = {
-        key: runfolder.recorded_setting(run, f"adapter.{key}")
+        key: run_dir.recorded_setting(run, f"adapter.{key}")
         for key in (*EXPERT_KEYS, "experts", "gate")
     }
     for key in EXPERT_KEYS:

@@ -9,12 +9,12 @@ import os
 import pathlib
 import sys
 
-from efx import atomic, storage
+from efx import io
 from efx.errors import UsageError, extra
-from efx.metrics.buffer import as_number
-from efx.metrics.events import Events
-from efx.metrics.progress import is_primary
-from efx.runfolder import METRICS_FILE, Home, reason, writing
+from efx.logging.buffer import as_number
+from efx.logging.events import Events
+from efx.logging.progress import is_primary
+from efx.run_dir import METRICS_FILE, Home
 
 _log = logging.getLogger(__name__)
 WANDB_ID_FILE = "wandb_id"  # the id of the W&B run, and the last step that was sent to it
@@ -26,11 +26,11 @@ WRITTEN = (METRICS_FILE, SAMPLES, WANDB_ID_FILE)  # what a launch that goes on n
 
 def read_metrics(workdir):
     """The rows of a run's metrics.jsonl as a list of dicts; a torn last line is left out."""
-    path = storage.folder(workdir) / METRICS_FILE
+    path = io.folder(workdir) / METRICS_FILE
     try:
         return [row for row, _, _ in _rows(path)]
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {reason(error)}") from error
+        raise UsageError(f"cannot read {path}: {io.describe_os_error(error)}") from error
 
 
 def samples_path(workdir, step):
@@ -109,7 +109,7 @@ class MetricsWriter:
         self._active = is_primary()
         if not self._active:
             return
-        with writing(self._path):
+        with io.report_write_errors(self._path):
             if self._path.exists():
                 self._find(math.inf)
                 self._file = os.open(self._path, os.O_RDWR)
@@ -136,7 +136,7 @@ class MetricsWriter:
         if wandb is not None:
             wandb.finish()
         if events is not None:
-            with writing(self._workdir / TENSORBOARD):
+            with io.report_write_errors(self._workdir / TENSORBOARD):
                 events.close()
 
     def truncate_after(self, step):
@@ -147,7 +147,7 @@ class MetricsWriter:
         if self._path.exists():
             self._find(step)
         self._make_ready()
-        with writing(self._workdir / SAMPLES):
+        with io.report_write_errors(self._workdir / SAMPLES):
             for path in (self._workdir / SAMPLES).glob("step_*.txt"):
                 number = path.stem.removeprefix("step_")
                 if number.isdecimal() and int(number) > step:
@@ -164,7 +164,7 @@ class MetricsWriter:
 
     def _make_ready(self):
         """Makes metrics.jsonl, or truncates it after the last row to keep."""
-        with writing(self._path):
+        with io.report_write_errors(self._path):
             if self._file is None:
                 self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
             os.ftruncate(self._file, self._size)
@@ -197,12 +197,12 @@ class MetricsWriter:
         # An extended line overwrites the old one in place and is never shorter, so that a crash
         # leaves at worst a torn last line, which the next run drops.
         line = line.ljust(self._size - start - 1) + b"\n"
-        with writing(self._path):
+        with io.report_write_errors(self._path):
             self._home.check()
             _write_at(self._file, start, line)
         self._last, self._size = (row, start), start + len(line)
         if self._tensorboard:
-            with writing(self._workdir / TENSORBOARD):
+            with io.report_write_errors(self._workdir / TENSORBOARD):
                 self._open_events().scalars(step, values)
         if self._wandb is not None and step not in self._wandb_skips:
             self._send_to_wandb(step, values)
@@ -212,13 +212,13 @@ class MetricsWriter:
         if not self._active:
             return
         path = samples_path(self._workdir, step)
-        with writing(path):
+        with io.report_write_errors(path):
             self._home.check()
             path.parent.mkdir(exist_ok=True)
             sections = [f"## sample {i}\n{text}\n" for i, text in enumerate(texts)]
-            atomic.write_text(path, "".join(sections))
+            io.write_text(path, "".join(sections))
         if self._tensorboard:
-            with writing(self._workdir / TENSORBOARD):
+            with io.report_write_errors(self._workdir / TENSORBOARD):
                 for i, text in enumerate(texts):
                     self._open_events().text(int(step), f"sample {i}", f"```\n{text}\n```")
 
@@ -298,7 +298,7 @@ class MetricsWriter:
     def _keep_wandb_id(self):
         path = self._workdir / WANDB_ID_FILE
         # Not `write_atomic`, which waits for the disk: this runs at each logged row.
-        with writing(path), atomic.replacing(path) as part:
+        with io.report_write_errors(path), io.replacing(path) as part:
             part.write_text(f"{self._wandb.id}\n{self._wandb_sent}\n", encoding="utf-8")
 
 

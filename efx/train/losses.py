@@ -12,9 +12,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from efx import means
+from efx.config.run import loss_weight
 from efx.errors import UsageError, nearest
-from efx.run_blocks import loss_weight
+from efx.layers import batch_means
 
 
 class LossSums(NamedTuple):
@@ -313,10 +313,10 @@ def collect_sown(sown, whole=None):
         whole batch decides which layers are skipped, and the results are the contributions of the
         micro-batch, see `Mean.contribution`.
     """
-    whole_means, entries = dict(means.leaves(whole)), {}
-    for path, value in means.leaves(sown):
+    whole_means, entries = dict(batch_means.leaves(whole)), {}
+    for path, value in batch_means.leaves(sown):
         has_tokens = True
-        if isinstance(value, means.Mean):
+        if isinstance(value, batch_means.Mean):
             batch_mean = whole_means[path] if whole_means else value
             has_tokens = batch_mean.count > 0
             value = value.contribution(batch_mean) if whole_means else value.value()

@@ -6,9 +6,9 @@ value that is not finite is written as null (JSON has no NaN; pandas reads null 
 Nothing here imports JAX at the top: a notebook may read and plot a run without it.
 """
 
-from efx.metrics.buffer import MetricsBuffer, mean_of
-from efx.metrics.progress import Progress, duration, portion, quantity
-from efx.metrics.writer import MetricsWriter, read_metrics
+from efx.logging.buffer import MetricsBuffer, mean_of
+from efx.logging.progress import Progress, duration, portion, quantity
+from efx.logging.writer import MetricsWriter, read_metrics
 
 __all__ = [
     "MetricsBuffer",

@@ -10,10 +10,10 @@ import sys
 
 import jax
 
-from efx import runfolder
+from efx import run_dir
 from efx.errors import UsageError
-from efx.flops import cpu_flops_per_second
-from efx.metrics import duration, quantity
+from efx.layers.flops import cpu_flops_per_second
+from efx.logging import duration, quantity
 
 # Measured on an H100, dense models of 350M parameters: 0.37 to 0.42 (docs/results.md).
 _ASSUMED_MFU = 0.35
@@ -88,7 +88,7 @@ def after(workdir, config, data, context):
     prompt = f" --prompt {shlex.quote(text)}" if text and text.isprintable() else ""
     look = f"tensorboard --logdir {folder}"
     if not config.log.tensorboard:
-        look = f"{workdir / runfolder.METRICS_FILE} has one line per logged step"
+        look = f"{workdir / run_dir.METRICS_FILE} has one line per logged step"
     elif shutil.which("tensorboard") is None:
         look = f"{python} -m tensorboard.main --logdir {folder}"
         if importlib.util.find_spec("tensorboard") is None:

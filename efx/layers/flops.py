@@ -5,8 +5,8 @@ are the products of the traced program, including, for example, scores that the 
 and empty slots of experts. In both a multiply-add is 2 FLOPs, and training costs three times the
 forward pass (each product has two gradients of the same size). Not counted are recomputation in the
 backward pass (attention scores, remat), the first forward pass of accumulation
-(`efx.step.make_train_step`), element-wise operations, norms, softmax and lookups. The compiler's
-count, which has the latter, agrees with the traced one within 2% on unrolled models
+(`efx.train.step.make_train_step`), element-wise operations, norms, softmax and lookups. The
+compiler's count, which has the latter, agrees with the traced one within 2% on unrolled models
 (tests/contract/test_flops.py).
 """
 
@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from efx import sharding
-from efx.sharding import only_shapes
+from efx.parallel import sharding
+from efx.parallel.sharding import only_shapes
 
 _COUNTING = contextvars.ContextVar("counting", default=False)
 TRAIN_FACTOR = 3  # forward, gradient of the input, gradient of the weights

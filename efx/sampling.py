@@ -23,12 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from efx import memory, models, sharding
+from efx import models
+from efx.config.run import SampleConfig
+from efx.config.schema import make
 from efx.errors import UsageError
 from efx.layers import kv_cache
 from efx.layers.stack import label
-from efx.run_blocks import SampleConfig
-from efx.settings import make
+from efx.parallel import sharding
+from efx.train import memory
 
 PREFILL = 64  # tokens of each prompt in a prefill chunk on a CPU; at least these elsewhere
 _PREFILL_BATCH, _PREFILL_ROW = 2048, 1024  # elsewhere: tokens of all rows; at most of one row

@@ -1,12 +1,12 @@
 """Settings of a run, block by block; those of its model are in `efx.layers.config` and the configs
-of the families. `efx.run_settings` puts them together."""
+of the families. `Config` puts them together."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from efx.errors import UsageError, nearest
-from efx.settings import (
+from efx.config.schema import (
     Bytes,
     Count,
     Fraction,
@@ -20,8 +20,14 @@ from efx.settings import (
     check_encodes,
     check_regex,
     converted,
+    defaults,
     names_of,
 )
+from efx.errors import UsageError, nearest
+from efx.models import config_class, config_of
+from efx.models.adapters import AdapterConfig
+from efx.models.decoder import DecoderConfig
+from efx.parallel.sharding import DEFAULT_RULES
 
 Seed = Annotated[int, Range(least=0, below=2**32)]
 ProperFraction = Annotated[float, Range(above=0, below=1)]
@@ -199,7 +205,7 @@ def loss_weight(spec, where):
 @block("config.losses")
 class LossesConfig:
     """Weight of every extra loss, by the name under which a layer sows it. A number, or a schedule:
-    dict(schedule="linear"|"cosine"|"exponential", ...), see efx/losses.py."""
+    dict(schedule="linear"|"cosine"|"exponential", ...), see efx/train/losses.py."""
 
     z_loss: object = 0.0
     distill: object = 0.0  # KL from the distribution of `config.train.teacher`; 0: not computed
@@ -399,3 +405,45 @@ class EnsembleConfig:
     tau: Positive = 0.1
     top_k: Count = 2  # experts in use for a token, their weights renormalised
     every: Count = 32  # tokens after which the weights are computed anew
+
+
+@block("config")
+class Config:
+    """All settings of a run."""
+
+    seed: Seed = 0
+    # One of the two: optimiser steps, or total training FLOPs (then the number of steps
+    # follows from the model's ledger and the batch).
+    steps: Natural = 1000
+    train_flops: NonNegative = 0.0
+    data: DataConfig = DataConfig()
+    init: InitConfig = InitConfig()
+    model: object = DecoderConfig()  # the block of a family, see efx/models/__init__.py
+    adapter: AdapterConfig = AdapterConfig()
+    losses: LossesConfig = LossesConfig()
+    train: TrainConfig = TrainConfig()
+    optim: OptimConfig = OptimConfig()
+    mesh: MeshConfig = MeshConfig()
+    # (logical axis, mesh axis or axes or None): see efx/parallel/sharding.py.
+    rules: tuple[object, ...] = DEFAULT_RULES
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    sample: SampleConfig = SampleConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    ensemble: EnsembleConfig = EnsembleConfig()
+
+    def check(self):
+        object.__setattr__(self, "model", config_of(self.model))
+        routing = self.model.depth_routing
+        if routing.has_threshold and self.optim.name == "schedule_free_adamw":
+            raise UsageError(
+                "config.optim.name='schedule_free_adamw': evaluates averaged parameters, whose "
+                "scores the thresholds do not follow; use another optimiser, or "
+                f"{routing.where}.causal='aux_loss' or 'predictor'"
+            )
+
+
+def default_config(family="decoder"):
+    """The ConfigDict with every setting that there is for a model family, at its default."""
+    return defaults(dataclasses.replace(Config(), model=config_class(family)()))

@@ -8,9 +8,8 @@ the dicts may have a `note`.
 import json
 import statistics
 
-from efx import storage
-from efx.metrics import quantity
-from efx.runfolder import write_atomic, writing
+from efx import io
+from efx.logging import quantity
 
 
 def summary(values):
@@ -58,11 +57,11 @@ def _in_a_row(cell):
 
 def write(workdir, name, text, numbers):
     """Writes WORKDIR/<name>.md, and its numbers as plain data to <name>.json."""
-    folder = storage.folder(workdir)
-    with writing(folder):
+    folder = io.folder(workdir)
+    with io.report_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / f"{name}.md", text)
-    write_atomic(folder / f"{name}.json", json.dumps(numbers, indent=1) + "\n")
+    io.write_atomic(folder / f"{name}.md", text)
+    io.write_atomic(folder / f"{name}.json", json.dumps(numbers, indent=1) + "\n")
 
 
 def save(workdir, name, text, numbers):

@@ -6,15 +6,16 @@ import itertools
 import jax
 import numpy as np
 
-from efx import losses, memory, sharding
-from efx.changes import Changes
 from efx.errors import UsageError, nearest
 from efx.layers.learned_dropout import MASKS
-from efx.metrics import portion
+from efx.logging import portion
 from efx.models.adapters import ADAPTERS
+from efx.parallel import sharding
 from efx.routing.calibrate import calibrate
 from efx.routing.reports import DEPTH, EXPERTS
-from efx.step import batch_shapes, by_layer, logits_bytes, make_eval_step
+from efx.train import losses, memory
+from efx.train.selection_changes import Changes
+from efx.train.step import batch_shapes, by_layer, logits_bytes, make_eval_step
 
 # In the order of the logged line, see `describe`.
 REPORTS = (DEPTH, EXPERTS, ADAPTERS, MASKS)

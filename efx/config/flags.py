@@ -5,8 +5,9 @@ import contextlib
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from efx import run_settings, runfolder, storage
-from efx.config import config_of_run, load_config
+from efx import io, run_dir
+from efx.config.load import config_of_run, elsewhere, load_config, names, require
+from efx.config.run import default_config
 from efx.errors import UsageError, nearest
 
 # Modes that make a run of something else.
@@ -146,7 +147,7 @@ def _flag_errors(values):
 def _initial_config(source, workdir, mode):
     if source is not None:
         return load_config(source)
-    is_run = workdir is not None and (storage.folder(workdir) / runfolder.CONFIG_FILE).is_file()
+    is_run = workdir is not None and (io.folder(workdir) / run_dir.CONFIG_FILE).is_file()
     if not is_run and mode in ("train", "compose", "cluster", "compile"):
         raise UsageError(
             "--config is missing: a config file, e.g. --config configs/mod.py "
@@ -175,7 +176,7 @@ def _keys(values, arguments):
 
 
 def _nearest_flag(values, name):
-    setting = run_settings.elsewhere(name, run_settings.names(run_settings.known()))
+    setting = elsewhere(name, names(default_config()))
     if setting:
         return f" (did you mean '--{setting}'?)"
     return nearest(f"--{name}", [f"--{flag}" for flag in values])
@@ -184,7 +185,7 @@ def _nearest_flag(values, name):
 def _check_key(config, key):
     """UsageError unless the dotted key names a setting (not a block) of the config."""
     try:
-        setting = run_settings.require(config, key)
+        setting = require(config, key)
     except UsageError as error:
         raise UsageError(f"--{error}") from None
     if isinstance(setting, ConfigDict):  # not the schedule of a loss, which is a plain mapping

@@ -5,13 +5,14 @@ import sys
 
 import jax
 
-from efx import runfolder, sharding
-from efx.build import check_tokenizer, finished
-from efx.checkpoint.start import changed_settings
-from efx.evaluate import Evaluator, describe, scored
-from efx.metrics import quantity
+from efx import run_dir
+from efx.checkpoint.init_from import changed_settings
+from efx.logging import quantity
 from efx.models.config import SAME_MODEL
-from efx.sample import TextSampler
+from efx.parallel import sharding
+from efx.sampling import TextSampler
+from efx.train.evaluator import Evaluator, describe, scored
+from efx.train.setup import check_tokenizer, finished
 
 # Settings that change what the parameters of a run compute, or the random numbers in it.
 _OF_THE_MODEL = rf"(?!model\.({SAME_MODEL})$)(model|adapter)\..*|seed"
@@ -31,7 +32,7 @@ def evaluate(config, workdir, step=None):
         print(scored(e.data, config.evaluate, metrics["eval/tokens"]))
         if other := other_model(e.config, workdir):
             print(other)
-        c, trained_on = config.data, runfolder.recorded_setting(workdir, "data.source")
+        c, trained_on = config.data, run_dir.recorded_setting(workdir, "data.source")
         if not c.eval_source and c.source != trained_on:
             print(f"to score the whole text, use --config.data.eval_source={c.source}")
         for name, value in sorted(metrics.items()):

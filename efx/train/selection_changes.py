@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from efx import means, sharding
-from efx.step import by_layer, evaluation_keys
+from efx.layers import batch_means
+from efx.parallel import sharding
+from efx.train.step import by_layer, evaluation_keys
 
 
 class Changes:
@@ -77,7 +78,7 @@ def _changes(old, new):
             for a, b in zip(old_arrays, new_arrays, strict=True):
                 counted.append((a >= 0) & (b >= 0))
                 differ.append(counted[-1] & (a != b))
-            return means.Mean(sum(map(total, differ)), sum(map(total, counted)))
+            return batch_means.Mean(sum(map(total, differ)), sum(map(total, counted)))
 
         return tuple(map(mean, old_calls, new_calls))
 

@@ -1,0 +1,1 @@
+"""Settings: their schema, the blocks of a run, config files and the command line."""

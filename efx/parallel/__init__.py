@@ -1,0 +1,1 @@
+"""Devices and processes: meshes, shardings, several hosts, signals, memory of this process."""
