@@ -23,7 +23,8 @@ from benchmarks import hostile_settings
 from benchmarks.crash import state_of
 from efx import models
 from efx.config import flags, schema
-from efx.config.load import config_of_run, names, to_config
+from efx.config.load import config_of_run, to_config
+from efx.config.names import setting_names
 from efx.config.run import Config, default_config
 from efx.configs import common
 from efx.data import load, write_token_shards
@@ -257,7 +258,7 @@ class CommandLine:
 
     def __init__(self, folder):
         self.folder = folder
-        keys = [f"--{name}" for name in names(default_config())]
+        keys = [f"--{name}" for name in setting_names(default_config())]
         flags = ["--config", "--workdir", "--mode", "--from", "--prompt", "--step", "--cpu_devices"]
         self.flags = [*flags, "--topology", "--json", "--distributed", "--help=", "--", "-", *keys]
 

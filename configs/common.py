@@ -10,7 +10,7 @@ efx/layers/config.py and the configs of the families in efx/models.
 
 import itertools
 
-from efx.config.load import require
+from efx.config.load import apply
 from efx.config.run import default_config
 from efx.errors import UsageError, nearest
 
@@ -19,14 +19,6 @@ def base(family="decoder"):
     """The whole config of a family, by default of a dense Llama-style decoder on Python's standard
     library, as a ConfigDict. None in it means "decided by the preset"."""
     return default_config(family)
-
-
-def apply(config, changes):
-    """Sets dotted keys: `apply(config, {"model.depth": 2})`; UsageError for an unknown one."""
-    for key in changes:
-        require(config, key)
-    config.update_from_flattened_dict(changes)
-    return config
 
 
 def variant(config, arg, recipes=(), **variants):

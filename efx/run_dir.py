@@ -1,29 +1,30 @@
 """The run directory: everything about a run, readable without JAX.
 
     config.json      every setting, sorted
-    run.json         a record of each launch (versions, git revision, devices, command line, time,
-                     attention kernels), and the run's record
-    held_out.json    which part of the text is held out        (efx.data.opened)
+    run.json         the run's record, and one entry for each launch (versions, git revision,
+                     devices, command line, time, attention kernels)
+    held_out.json    the held-out part of the text              (efx.data.opened)
     tokenizer.json
-    metrics.jsonl    one line per logged step                  (efx.logging)
-    checkpoints/     one folder per kept step                  (efx.checkpoint)
-    samples/         text samples                              (efx.logging)
-    tensorboard/     event files                               (efx.logging)
+    metrics.jsonl    one line for each logged step              (efx.logging)
+    checkpoints/     one directory for each kept step           (efx.checkpoint)
+    samples/         text samples                               (efx.logging)
+    tensorboard/     event files                                (efx.logging)
 
 A run's record holds its config, the hashes of its text, held-out split and tokenizer, and its
 source runs (initialisation, conversion, teacher). Each checkpoint stores the record under its
-checksums, and a launch that resumes is compared with that alone: config.json and run.json are
-readable copies, which each launch writes again.
+checksums. A launch that resumes is compared with that record alone; config.json and run.json are
+readable copies.
 
-`open_run` checks the directory and writes nothing; `OpenedRun.commit` writes after all checks have
-passed, so that a launch that fails leaves the directory as it was. A directory without a checkpoint
-is free for any config. `Lock` refuses a second launch.
+`open_run` checks the directory and writes nothing. `OpenedRun.commit` writes after all checks have
+passed, so a launch that fails leaves the directory unchanged. A directory without a checkpoint is
+free for any config. `Lock` refuses a second launch.
 """
 
 import contextlib
 import dataclasses
 import datetime
 import hashlib
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -39,110 +40,183 @@ from efx.parallel import multihost
 CONFIG_FILE = "config.json"
 RUN_FILE = "run.json"
 CHECKPOINTS = "checkpoints"
-MANIFEST = "efx_manifest.json"  # of a checkpoint that is whole, see efx.checkpoint
+MANIFEST = "efx_manifest.json"  # of a complete checkpoint, see efx.checkpoint
 METRICS_FILE = "metrics.jsonl"
 HELD_OUT_FILE = "held_out.json"
 TOKENIZER_FILE = "tokenizer.json"
+CLUSTERING = "clusters/clustering.json"
 LOCK_FILE = ".lock"
-# The kinds of results a folder may hold, by a path in it; the first that exists counts.
-RESULTS = {"run": CHECKPOINTS, "clustering": "clusters/clustering.json"}
-# The module whose `evaluate` or `sample` uses a result, by its kind and the function's name.
-USES = {
-    ("run", "evaluate"): "efx.train.finished_run",
-    ("run", "sample"): "efx.train.finished_run",
-    ("clustering", "evaluate"): "efx.cbtm.evaluation",
-    ("clustering", "sample"): "efx.cbtm.sampling",
-}
-# A directory that has one of these and no config.json is refused.
-_OF_A_RUN = (CHECKPOINTS, METRICS_FILE, RUN_FILE, TOKENIZER_FILE, HELD_OUT_FILE)
-# A config.json without these is not of efx: Hugging Face models have one, too.
-_OF_A_CONFIG = ("seed", "steps", "model")
-
+# Packages whose versions can change the numbers of a run.
+_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+_LIBRARIES += ("ml-collections", "tokenizers")
+_ABSENT = "(absent)"  # value of a setting that only the other config has
+_SHOWN = 6  # differing settings named in an error
 _LONGEST_NAME = 120  # characters; Weights & Biases takes 128
-# Packages whose versions decide what a run computes.
-_LIBRARIES = (
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "orbax-checkpoint",
-    "grain",
-    "numpy",
-    "ml-collections",
-    "tokenizers",
-)
-# What runs and their evaluations put into a folder, which may be that of their text.
-WRITTEN = {CHECKPOINTS, "samples", "tensorboard", "profile", "lm_eval", "clusters"}
-WRITTEN |= {CONFIG_FILE, RUN_FILE, METRICS_FILE, HELD_OUT_FILE, TOKENIZER_FILE}
-_ABSENT = "(absent)"  # stands for a key that only the other config has
-_SHOWN = 6  # differing keys named in an error before "and N more"
 
 
-class Home:
-    """Detects that a run directory was renamed, deleted or unmounted. Call `check` before a write,
-    which would make the directory again and split the run in two."""
-
-    def __init__(self, folder):
-        self._folder, self._config_seen = folder, False
-
-    def check(self):
-        """FileNotFoundError if the directory is missing, or config.json, if it was there at an
-        earlier check: a save in the background may have made the directory again."""
-        os.stat(self._folder)
-        config = self._folder / CONFIG_FILE
-        self._config_seen = self._config_seen or config.exists()
-        if self._config_seen:
-            os.stat(config)
+# ---- reading -----------------------------------------------------------------------------------
 
 
-def is_run(folder):
-    """Whether a local folder is that of a run, by the names of its files."""
-    return all(os.path.isfile(os.path.join(folder, name)) for name in (CONFIG_FILE, RUN_FILE))
+def checkpoint_steps(workdir):
+    """Steps of all checkpoint directories in ascending order, complete or not; [] without any."""
+    try:
+        names = [path.name for path in (io.folder(workdir) / CHECKPOINTS).iterdir()]
+    except OSError:  # no such directory
+        return []
+    return sorted(int(name) for name in names if name.isdecimal() and len(name) < 19)
+
+
+def newest_meta(workdir):
+    """(step, meta) of the newest checkpoint with readable metadata; (None, {}) without one."""
+    root = io.folder(workdir) / CHECKPOINTS
+    for step in reversed(checkpoint_steps(workdir)):
+        # Restoring reports a damaged checkpoint; here it is skipped.
+        with contextlib.suppress(OSError, ValueError):
+            if (root / str(step) / MANIFEST).exists():
+                meta = io.read_json(root / str(step) / "meta" / "metadata")
+                if isinstance(meta, dict) and isinstance(meta.get("record", {}), dict):
+                    return step, meta
+    return None, {}
+
+
+def checkpoint_record(workdir):
+    """The run's record in its newest checkpoint; {} without one."""
+    return newest_meta(workdir)[1].get("record", {})
+
+
+def run_record(workdir):
+    """The run's record, and `launches` of run.json; {} without a run."""
+    path = io.folder(workdir) / RUN_FILE
+    contents = _read_dict(path) if path.is_file() else {}
+    if not isinstance(contents.get("launches", []), list):
+        raise UsageError(f"{path}: not the record of a run; delete it (it is a copy)")
+    return {**contents, **checkpoint_record(workdir)}
 
 
 def recorded_config(workdir, setting="--workdir"):
-    """The config of a run as a plain dict (tuples are lists): that of its newest checkpoint, of a
-    run without one config.json.
+    """The config of a run as a plain dict with lists for tuples.
 
-    setting: the flag or setting that names the folder, for messages.
-    Raises UsageError if `workdir` is not a run folder or its config cannot be read.
+    It comes from the newest checkpoint, or from config.json in a run without checkpoints.
+
+    Args:
+      setting: the flag or setting that names the directory, for messages.
+    Raises: UsageError if `workdir` is not a run directory or its config cannot be read.
     """
     folder = io.folder(workdir, setting)
     if not folder.is_dir():
-        raise UsageError(f"{setting}={workdir} is not a run folder: there is no such folder")
+        raise UsageError(f"{setting}={workdir}: there is no such run directory")
     if config := checkpoint_record(folder).get("config"):
         return config
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise UsageError(
-            f"{setting}={workdir} is not a run folder: it has no {CONFIG_FILE}; use a folder "
+            f"{setting}={workdir}: not a run directory, it has no {CONFIG_FILE}; use a directory "
             "written by --mode=train"
         )
     return _read_dict(path)
 
 
 def recorded_setting(workdir, key):
-    """What a run folder recorded for a setting or a block, by its dotted key, "model.depth"."""
+    """The recorded value of a setting or a block by its dotted key, such as "model.depth"."""
     value = recorded_config(workdir)
     for part in key.split("."):
         if not isinstance(value, dict) or part not in value:
-            raise UsageError(
-                f"{io.folder(workdir) / CONFIG_FILE} has no config.{key}: it is not the "
-                "config of a run"
-            )
+            path = io.folder(workdir) / CONFIG_FILE
+            raise UsageError(f"{path}: not the config of a run, config.{key} is missing")
         value = value[part]
     return value
 
 
+def holds_result(workdir):
+    """Whether a directory holds a checkpoint or a clustering."""
+    return bool(checkpoint_steps(workdir)) or holds_clustering(workdir)
+
+
+def holds_clustering(workdir):
+    """Whether a directory holds the clusters of cBTM, with its expert runs in subdirectories."""
+    return not checkpoint_steps(workdir) and (io.folder(workdir) / CLUSTERING).is_file()
+
+
+def saved_tokenizer(workdir):
+    """Path of the tokenizer.json of a run; None without a run.
+
+    Raises: UsageError if the file is not the recorded one: its ids would mean other text.
+    """
+    path = io.folder(workdir) / TOKENIZER_FILE
+    if not holds_result(workdir):
+        return None
+    text, recorded = _read_text(path), run_record(workdir).get("tokenizer")
+    if recorded and checksum(text) != recorded:
+        raise UsageError(
+            f"{path}: missing, or not the tokenizer of this run; restore the file, or use "
+            "another --workdir"
+        )
+    return path if text is not None else None
+
+
+def recorded_origin(workdir):
+    """`Data.origin` of a run; None if its text is not recorded.
+
+    Raises: UsageError if held_out.json is not the recorded one: held-out text could be trained on.
+    """
+    entry = run_record(workdir).get("text")
+    if entry is None:
+        return None
+    path = io.folder(workdir) / HELD_OUT_FILE
+    text = _read_text(path)
+    if checksum(text) != entry["held_out"]:
+        raise UsageError(
+            f"{path}: the list of held-out documents is missing or was changed; restore the "
+            "file, or use another --workdir"
+        )
+    decision = json.loads(text) if text else {"of": None, "held_out": None}
+    return {**decision, **{name: entry[name] for name in ("source", "eval_source")}}
+
+
+def text_entries(origin):
+    """(contents of held_out.json or None, the record's entry "text") of a `Data.origin`."""
+    decision = {name: origin[name] for name in ("of", "held_out")}
+    text = json.dumps(decision, indent=1) + "\n" if origin["held_out"] else None
+    entry = {name: origin[name] for name in ("source", "eval_source")}
+    return text, {**entry, "held_out": checksum(text)}
+
+
+def checksum(text):
+    """A hash of a text; None for None."""
+    return text and hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _read_text(path):
+    """The text of a file, None without one. Invalid bytes are replaced and change the checksum."""
+    return path.read_bytes().decode("utf-8", errors="replace") if path.is_file() else None
+
+
+def _read_dict(path):
+    """The dict in a JSON file."""
+    remedy = "restore the file, or use another --workdir"
+    try:
+        contents = io.read_json(path)
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {io.describe_os_error(error)}") from error
+    except ValueError as error:
+        raise UsageError(f"{path}: damaged, not JSON ({error}); {remedy}") from error
+    if not isinstance(contents, dict):
+        raise UsageError(f"{path}: expected a dict, not {type(contents).__name__}; {remedy}")
+    return contents
+
+
+# ---- opening a run -----------------------------------------------------------------------------
+
+
 @dataclasses.dataclass(frozen=True)
 class OpenedRun:
-    """A run folder that was checked and may be used; nothing is written yet.
+    """A checked run directory. Nothing is written before `commit`.
 
     Attributes:
-      path: the folder.
-      is_new: False if an earlier launch left a checkpoint to continue from.
+      path: the directory.
+      is_new: False if an earlier launch left a checkpoint to resume.
       changed: {key: [before, now]} of the permitted changes of its config.
-      config, command_line: as given to `open_run`.
+      config, command_line: arguments of `open_run`.
     """
 
     path: pathlib.Path
@@ -152,15 +226,16 @@ class OpenedRun:
     command_line: tuple
 
     def commit(self, files, **entries):
-        """Write config.json, `files` and run.json with a record of this launch.
+        """Write config.json, `files`, and run.json with an entry for this launch.
+
+        All processes call this; process 0 writes.
 
         Args:
-          files: {name: text, or None for no such file}. A resumed run keeps the files that it has;
-            a new run replaces those that an earlier launch without a checkpoint may have left.
-          entries: of the run's record, which replace those of the newest checkpoint's.
+          files: {name: text, or None for no such file}. A resumed run keeps its files; a new run
+            replaces the files of an earlier launch without a checkpoint.
+          entries: of the run's record; they replace those of the newest checkpoint.
 
-        Returns: the run's record, for its next checkpoints. With several processes all of them call
-          this; process 0 alone writes.
+        Returns: the run's record for its next checkpoints.
         """
         earlier = {} if self.is_new else checkpoint_record(self.path)
         record = {**earlier, **entries, "config": self.config}
@@ -174,7 +249,7 @@ class OpenedRun:
         launches = [] if self.is_new else run_record(self.path).get("launches", [])
         with io.report_write_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            # First of all files, since it says whose folder this is.
+            # First of all files: it identifies the directory as a run's.
             _write_json(self.path / CONFIG_FILE, self.config)
             for name, text in files.items():
                 path = self.path / name
@@ -187,82 +262,98 @@ class OpenedRun:
 
 
 def open_run(workdir, config, *, command_line, may_differ=(), completed=None):
-    """Check that a run folder is free, or that `config` may resume the run that is there.
+    """Check that a run directory is free, or that `config` may resume the run there.
+
+    All processes call this; process 0 reads. Nothing is written.
 
     Args:
-      workdir: the folder; it may be absent.
-      config: nested plain dict, the complete config (`ConfigDict.to_dict()`).
-      command_line: list of str, recorded in run.json.
-      may_differ: regexes (full match on the dotted key, such as `log\\..*`) of keys that a later
-        launch may change. A change is recorded in run.json.
-      completed: function that adds settings that are younger than a recorded config, or None.
+      workdir: the directory; it may be absent.
+      config: nested plain dict, the complete config.
+      command_line: list of str for run.json.
+      may_differ: regexes (full match on the dotted key, such as `log\\..*`) of settings that a
+        later launch may change.
+      completed: function that adds settings that are newer than a recorded config, or None.
 
-    Returns: OpenedRun, whose `commit` writes. Nothing is written here.
-    Raises: UsageError naming the keys that differ with both values, or the file at fault.
-
-    With several processes all of them call this; process 0 alone reads.
+    Raises: UsageError naming the settings that differ with both values, or the file at fault.
     """
-    config = json.loads(json.dumps(config, default=_plain))
-    folder, changed = io.folder(workdir), {}
-    is_new = multihost.run_on_primary(workdir, lambda: int(_is_new(workdir)))
+    config, changed = json.loads(json.dumps(config)), {}
+    is_new = bool(multihost.run_on_primary(workdir, lambda: int(_is_new(workdir))))
+
+    def check():
+        changed.update(check_config(workdir, config, may_differ, completed))
+        run_record(workdir)  # report a damaged file before anything is written
+
     if not is_new:
-
-        def check():
-            changed.update(check_config(workdir, config, may_differ, completed))
-            run_record(workdir)  # its damage is reported before anything is written
-
         multihost.run_on_primary(workdir, check)
-    return OpenedRun(folder, bool(is_new), changed, config, tuple(command_line))
+    return OpenedRun(io.folder(workdir), is_new, changed, config, tuple(command_line))
 
 
 def _is_new(workdir):
-    folder = io.folder(workdir)
-    if checkpoint_record(folder):
-        return False
-    if (folder / CONFIG_FILE).exists():
-        config = _read_dict(folder / CONFIG_FILE)
-        for name in _OF_A_CONFIG:
-            if name not in config:
-                raise UsageError(
-                    f"--workdir={workdir}: its {CONFIG_FILE} is not a config of efx (no "
-                    f"{name!r}); use another --workdir"
-                )
-    else:
-        for name in _OF_A_RUN:
-            if (folder / name).exists():
-                raise UsageError(
-                    f"--workdir={workdir} has {name} but no {CONFIG_FILE}, so its run is "
-                    "unknown; use another --workdir"
-                )
+    path = io.folder(workdir) / CONFIG_FILE
+    # Models in Hugging Face's format have a config.json too.
+    if not checkpoint_record(workdir) and path.exists() and "steps" not in _read_dict(path):
+        raise UsageError(f"{path}: not a config of efx; use another --workdir")
     return not holds_result(workdir)
 
 
-def holds_result(workdir):
-    """Whether a folder holds a result that took work to compute: a checkpoint or a clustering."""
-    folder = io.folder(workdir)
-    try:
-        names = [path.name for path in (folder / CHECKPOINTS).iterdir() if path.is_dir()]
-    except OSError:  # no such folder, or not one
-        names = []
-    has_checkpoint = any(name.isdecimal() or name.startswith("damaged_") for name in names)
-    return has_checkpoint or (folder / RESULTS["clustering"]).is_file()
+def check_config(workdir, config, may_differ, completed=None):
+    """{key: [before, now]} of the permitted changes if `config` may resume the run in `workdir`.
+
+    Arguments and errors: see `open_run`.
+    """
+    recorded, changed, refused = recorded_config(workdir), {}, []
+    recorded = completed(recorded) if completed else recorded
+    for key, (before, now) in differences(recorded, json.loads(json.dumps(config))).items():
+        if any(re.fullmatch(pattern, key) for pattern in may_differ):
+            changed[key] = [before, now]
+        else:
+            refused.append(f"config.{key}: {before!r} in the run, {now!r} here")
+    if refused:
+        others = f" and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
+        raise UsageError(
+            f"--workdir={workdir} has a run with another config ({'; '.join(refused[:_SHOWN])}"
+            f"{others}); use another --workdir, or the values of that run"
+        )
+    return changed
 
 
-def kind_of_result(workdir):
-    """The kind of result, as in RESULTS, that a folder holds; None without any."""
-    present = (name for name, path in RESULTS.items() if (io.folder(workdir) / path).exists())
-    return next(present, None)
+def differences(before, now, among=".*"):
+    """{dotted key: (before, now)} of the settings that differ between two nested plain dicts.
+
+    Args:
+      among: regex (full match on the dotted key) of the compared settings.
+    """
+    before, now = dotted(before), dotted(now)
+    keys = [key for key in sorted(before.keys() | now.keys()) if re.fullmatch(among, key)]
+    pairs = {key: (before.get(key, _ABSENT), now.get(key, _ABSENT)) for key in keys}
+    # True == 1 in Python, but not as a setting.
+    return {
+        key: (a, b)
+        for key, (a, b) in pairs.items()
+        if a != b or isinstance(a, bool) != isinstance(b, bool)
+    }
+
+
+def dotted(config, prefix=""):
+    """{"model.depth": 4, ...}: nested dicts to dotted keys. An empty dict is kept as a value."""
+    flat = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            flat.update(dotted(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 class Lock:
-    """Keeps a second launch from writing into a run folder; `take` raises UsageError for it.
+    """Keeps a second launch out of a run directory.
 
-    The lock is the system's, on an open file: it ends with the process, however that ends. Launches
-    that only read take none. With several processes process 0 takes it for all. On a file system
-    without locks the launch warns once and continues without one.
+    The lock is the system's, on an open file, so it ends with the process. Only launches that write
+    take one; process 0 takes it for all. A file system without locks causes one warning.
 
-    A context manager: an existing folder is locked on entry, an absent one by `take`, which makes
-    it.
+    A context manager that locks an existing directory; `take` makes and locks an absent one.
+
+    Raises: UsageError, also from `take`, with the process and host of the other launch.
     """
 
     def __init__(self, workdir):
@@ -279,241 +370,69 @@ class Lock:
         self._file = None
 
     def take(self):
-        """Takes the lock unless it is taken already; makes the folder if it is absent."""
+        """Lock the directory, unless it is locked already."""
         multihost.run_on_primary(self._folder, self._take)
 
     def _take(self):
         if self._file is not None or self._cannot_lock:
             return
         if io.is_remote(self._folder):
-            self._cannot_lock = True
             self._warn("an object store")
             return
         path = self._folder / LOCK_FILE
         with io.report_write_errors(path):
             self._folder.mkdir(parents=True, exist_ok=True)
-            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             import fcntl  # not on Windows
 
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(file, 200, 0).decode(errors="replace").strip()
-            os.close(file)
+            holder = os.pread(self._file, 200, 0).decode(errors="replace").strip()
+            self.__exit__(None, None, None)
             raise UsageError(
                 f"--workdir={self._folder} is in use by {holder or 'another process'}; wait for it,"
                 " stop it, or use another --workdir"
             ) from None
         except (ImportError, OSError) as error:
             self._warn("this system" if isinstance(error, ImportError) else "its file system")
-        self._file = file
         with io.report_write_errors(path):
-            os.ftruncate(file, 0)
-            os.pwrite(file, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
 
     def _warn(self, lacking):
-        _warn(
-            f"{self._folder} cannot be locked ({lacking} has no locks): make sure that no "
-            "other launch trains there"
+        self._cannot_lock = True
+        print(
+            f"efx: warning: {self._folder} cannot be locked ({lacking} has no locks): make sure "
+            "that no other launch trains there",
+            file=sys.stderr,
+            flush=True,
         )
 
 
-def _warn(line):
-    print(f"efx: warning: {line}", file=sys.stderr, flush=True)
+class Home:
+    """Detects that a run directory was renamed, deleted or unmounted during a run.
 
-
-def check_config(workdir, config, may_differ, completed=None):
-    """{key: [before, now]} of the permitted changes; UsageError unless `config` (a plain dict) may
-    resume the run in `workdir`. The other arguments: see `open_run`."""
-    config = json.loads(json.dumps(config, default=_plain))
-    recorded = recorded_config(workdir)
-    recorded = completed(recorded) if completed else recorded
-    return _check_same(workdir, recorded, config, may_differ)
-
-
-def checkpoint_record(workdir):
-    """The run's record in its newest checkpoint; {} without one."""
-    return newest_meta(workdir)[1].get("record", {})
-
-
-def newest_meta(workdir):
-    """(step, meta) of the newest checkpoint that can be read; (None, {}) without one."""
-    root = io.folder(workdir) / CHECKPOINTS
-    try:
-        steps = [int(path.name) for path in root.iterdir() if _is_step(path.name)]
-    except OSError:  # no such folder, or not one
-        steps = []
-    for step in sorted(steps, reverse=True):
-        # Reading parameters reports a checkpoint that is damaged or not finished.
-        with contextlib.suppress(OSError, ValueError):
-            if (root / str(step) / MANIFEST).exists():
-                meta = io.read_json(root / str(step) / "meta" / "metadata")
-                if isinstance(meta, dict) and isinstance(meta.get("record", {}), dict):
-                    return step, meta
-    return None, {}
-
-
-def _is_step(name):
-    return name.isascii() and name.isdecimal() and len(name) < 19
-
-
-def run_record(workdir):
-    """The run's record, and `launches` of run.json; {} without a run."""
-    path = io.folder(workdir) / RUN_FILE
-    contents = _read_dict(path) if path.is_file() else {}
-    if not isinstance(contents.get("launches", []), list):
-        raise UsageError(f"{path} is not the record of a run: delete it; it is a copy")
-    return {**contents, **checkpoint_record(workdir)}
-
-
-def amend_launch(workdir, **entries):
-    """Add entries to the newest launch in run.json. With several processes all of them call this;
-    process 0 alone writes."""
-
-    def amend():
-        path = io.folder(workdir) / RUN_FILE
-        contents = _read_dict(path)
-        contents["launches"][-1] |= entries
-        _write_json(path, contents)
-
-    multihost.run_on_primary(workdir, amend)
-
-
-def saved_tokenizer(workdir):
-    """Path of the tokenizer.json of the run in a folder; None without a run.
-
-    Raises UsageError if it is not the one that the run recorded: its ids would mean something else
-    to the model.
+    Call `check` before a write, which would make the directory again and split the run in two.
     """
-    path = io.folder(workdir) / TOKENIZER_FILE
-    if not holds_result(workdir):
-        return None
-    text, recorded = _text(path), run_record(workdir).get("tokenizer")
-    if recorded and checksum(text) != recorded:
-        raise UsageError(
-            f"{path} is missing, or not the tokenizer of this run; restore the file, or use "
-            "another --workdir"
-        )
-    return path if text is not None else None
+
+    def __init__(self, folder):
+        self._folder, self._config_seen = folder, False
+
+    def check(self):
+        """Raise FileNotFoundError if the directory, or a config.json seen earlier, is missing."""
+        os.stat(self._folder)
+        config = self._folder / CONFIG_FILE
+        self._config_seen = self._config_seen or config.exists()
+        if self._config_seen:
+            os.stat(config)
 
 
-def text_entries(origin):
-    """(contents of held_out.json, or None; the entry "text" of run.json) of a `Data.origin`."""
-    decision = {name: origin[name] for name in ("of", "held_out")}
-    text = json.dumps(decision, indent=1) + "\n" if origin["held_out"] else None
-    entry = {name: origin[name] for name in ("source", "eval_source")}
-    return text, {**entry, "held_out": checksum(text)}
-
-
-def recorded_origin(workdir):
-    """`Data.origin` of the run in a folder, None if its text is not recorded.
-
-    Raises UsageError if held_out.json is not what was recorded: text that was held out might be
-    trained on.
-    """
-    entry = run_record(workdir).get("text")
-    if entry is None:
-        return None
-    path = io.folder(workdir) / HELD_OUT_FILE
-    text = _text(path)
-    if checksum(text) != entry["held_out"]:
-        raise UsageError(
-            f"{path}, the list of held-out documents, is missing or was changed; restore the "
-            "file, or use another --workdir"
-        )
-    decision = json.loads(text) if text else {"of": None, "held_out": None}
-    return {**decision, **{name: entry[name] for name in ("source", "eval_source")}}
-
-
-def _text(path):
-    """The text of a file, None without one; bytes that are no text show in its checksum."""
-    return path.read_bytes().decode("utf-8", errors="replace") if path.is_file() else None
-
-
-def checksum(text):
-    """A hash of `text`; None for None."""
-    return text and hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _plain(value):
-    """A plain value for the types of a config that JSON does not have."""
-    if hasattr(value, "to_dict"):
-        return value.to_dict()
-    if hasattr(value, "item"):  # a numpy scalar
-        return value.item()
-    raise TypeError(f"config value {value!r} of type {type(value).__name__} cannot be stored")
-
-
-def _check_same(workdir, stored, config, may_differ):
-    """{key: [before, now]} of the permitted changes; UsageError on any other difference."""
-    changed, refused = {}, []
-    for key, (before, after) in differences(stored, config).items():
-        if any(re.fullmatch(pattern, key) for pattern in may_differ):
-            changed[key] = [before, after]
-        else:
-            refused.append(f"config.{key}: {before!r} in the run, {after!r} here")
-    if refused:
-        others = f" and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
-        raise UsageError(
-            f"--workdir={workdir} has a run with another config "
-            f"({'; '.join(refused[:_SHOWN])}{others}); use another --workdir, or the values of "
-            "that run"
-        )
-    return changed
-
-
-def differences(before, after, among=".*"):
-    """{dotted key: (before, after)} of the settings that differ between two nested plain dicts.
-
-    among: regex (full match on the dotted key) of the settings that count.
-    """
-    before, after = dotted(before), dotted(after)
-    keys = [key for key in sorted(before.keys() | after.keys()) if re.fullmatch(among, key)]
-    pairs = {key: (before.get(key, _ABSENT), after.get(key, _ABSENT)) for key in keys}
-    return {key: pair for key, pair in pairs.items() if not _are_equal(*pair)}
-
-
-def _are_equal(a, b):
-    """1 and 1.0 are the same setting; True and 1 are not."""
-    numeric = all(isinstance(x, int | float) and not isinstance(x, bool) for x in (a, b))
-    return a == b and (numeric or type(a) is type(b))
-
-
-def dotted(config, prefix=""):
-    """{"model.depth": 4, ...}: nested dicts to dotted keys. An empty dict is kept as a value."""
-    flat = {}
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            flat.update(dotted(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def run_name(workdir, command_line):
-    """A name for a list of runs: the folder's, the config's, and what the command line changed."""
-    config, changed = "", []
-    for argument in command_line:
-        key, _, value = argument.lstrip("-").partition("=")
-        if key == "config":
-            file, colon, variants = pathlib.PurePath(value).name.partition(":")
-            config = file.removesuffix(".py") + colon + variants
-        elif key.startswith("config.") and not key.startswith("config.log."):
-            changed.append(f"{key.removeprefix('config.')}={value}")
-    name, said = pathlib.PurePath(workdir).name, ", ".join([config] * bool(config) + changed)
-    name += f" ({said})" if said else ""
-    return shortened(name, _LONGEST_NAME)
-
-
-def shortened(text, most):
-    """A text of at most so many characters."""
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+# ---- launches ----------------------------------------------------------------------------------
 
 
 def describe_launch(command_line):
-    """One record for run.json: versions, machine, time and command line of a launch."""
-    import importlib.metadata
-
+    """The entry of a launch in run.json: versions, machine, time and command line."""
     import jax
 
     versions = {}
@@ -537,24 +456,37 @@ def describe_launch(command_line):
     }
 
 
+def amend_launch(workdir, **entries):
+    """Add entries to the newest launch in run.json. All processes call this; process 0 writes."""
+
+    def amend():
+        path = io.folder(workdir) / RUN_FILE
+        contents = _read_dict(path)
+        contents["launches"][-1] |= entries
+        _write_json(path, contents)
+
+    multihost.run_on_primary(workdir, amend)
+
+
 def machine_of(launch):
-    """The devices of a launch's record, in words."""
+    """A launch's devices in words."""
     kind, count = launch["devices"]["kind"], launch["device_count"]
     return f"{launch['cpu_count']} CPU cores" if kind == "cpu" else f"{count} x {kind}"
 
 
 def revision_of(launch):
-    """The git revision of a launch's record, " with changes" if there were any, or "unknown"."""
+    """A launch's git revision, " with changes" if there were any, or "unknown"."""
     git = launch["git"] or {"revision": "unknown", "dirty": False}
     return git["revision"] + " with changes" * git["dirty"]
 
 
 def git_revision(package=None):
-    """{"revision": sha, "dirty": bool} of the checkout that efx is run from, or None.
+    """{"revision": sha, "dirty": bool} of efx's own checkout; None if efx is installed elsewhere.
 
-    None as well when efx is installed inside another project's checkout (in a virtual environment,
-    say), whose revision says nothing about efx. What has been measured, in results/, changes
-    nothing that runs. `package`: the folder `efx`.
+    Changed files in results/ do not count: they are measurements.
+
+    Args:
+      package: the directory `efx`.
     """
     package = package or pathlib.Path(__file__).resolve().parent
 
@@ -573,23 +505,25 @@ def git_revision(package=None):
         return None
 
 
+def run_name(workdir, command_line):
+    """A short name: the directory, the config, and the settings changed on the command line."""
+    config, changed = "", []
+    for argument in command_line:
+        key, _, value = argument.lstrip("-").partition("=")
+        if key == "config":
+            file, colon, variants = pathlib.PurePath(value).name.partition(":")
+            config = file.removesuffix(".py") + colon + variants
+        elif key.startswith("config.") and not key.startswith("config.log."):
+            changed.append(f"{key.removeprefix('config.')}={value}")
+    details = ", ".join([config] * bool(config) + changed)
+    name = pathlib.PurePath(workdir).name + (f" ({details})" if details else "")
+    return shortened(name, _LONGEST_NAME)
+
+
+def shortened(text, most):
+    """A text of at most `most` characters."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def _write_json(path, contents):
     io.write_atomic(path, json.dumps(contents, indent=2, sort_keys=path.name == CONFIG_FILE) + "\n")
-
-
-def _read_dict(path):
-    """The dict in a JSON file; UsageError if it cannot be read."""
-    try:
-        contents = io.read_json(path)
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {io.describe_os_error(error)}") from error
-    except ValueError as error:
-        raise UsageError(
-            f"{path} is damaged: not JSON ({error}); restore the file, or use another --workdir"
-        ) from error
-    if not isinstance(contents, dict):
-        raise UsageError(
-            f"{path} is not a file of efx: expected a dict, not {type(contents).__name__}; "
-            "restore the file, or use another --workdir"
-        )
-    return contents

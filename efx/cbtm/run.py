@@ -116,7 +116,7 @@ def train_job(title, source, folder, extra, steps):
 def is_finished(job):
     """Whether a job has trained to its last step; UsageError if its folder holds another run."""
     from efx.checkpoint import manifest
-    from efx.train.trainer import MAY_DIFFER
+    from efx.train.run_files import MAY_DIFFER
 
     if not job.steps or not run_dir.holds_result(job.folder):
         return False

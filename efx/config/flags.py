@@ -1,4 +1,4 @@
-"""Flags of the command line: from the arguments of `efx` or `python -m efx.main` to a config."""
+"""Flags of the command line: from the arguments of `python -m efx.main` to a ConfigDict."""
 
 import contextlib
 
@@ -6,21 +6,55 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from efx import io, run_dir
-from efx.config.load import config_of_run, elsewhere, load_config, names, require
+from efx.config.load import config_of_run, load_config
+from efx.config.names import full_name, value_of
 from efx.config.run import default_config
 from efx.errors import UsageError, nearest
 
-# Modes that make a run of something else.
-MADE_FROM = ("import", "convert")
-# Flags that a mode cannot do without, and what they say.
-NEEDED = {
-    "import": {"from": "the folder of a Hugging Face model"},
-    "convert": {"from": "the run folder of a dense model", "to": "mod or layer_drop"},
-    "export": {"to": "a new folder for the exported model"},
+_TEXT, _NUMBER, _SWITCH = flags.DEFINE_string, flags.DEFINE_integer, flags.DEFINE_bool
+# name: (type, default, help)
+_FLAGS = {
+    "config": (
+        _TEXT,
+        None,
+        "Config: FILE.py, or the name of a config of efx; with variants, NAME:VARIANT,VARIANT. "
+        "--config.KEY=VALUE changes a setting.",
+    ),
+    "workdir": (_TEXT, None, "Run directory."),
+    "mode": (
+        _TEXT,
+        "train",
+        "train, compose, import, convert, export, evaluate, sample, cluster or compile.",
+    ),
+    "from": (_TEXT, None, "import: directory of a Hugging Face model; convert: of a dense run."),
+    "to": (_TEXT, None, "convert: mod or layer_drop; export: new directory, for transformers."),
+    "dtype": (_TEXT, None, "export: float32, bfloat16 or float16."),
+    "prompt": (_TEXT, None, "sample: text to continue."),
+    "step": (_NUMBER, None, "evaluate, sample, export: checkpoint (default: newest)."),
+    "topology": (
+        _TEXT,
+        None,
+        "compile: chips and their sizes, v5e:16x16, or slices x hosts x GPUs, h100:1x8x8.",
+    ),
+    "vocab_size": (_NUMBER, None, "compile: number of token ids (default: the tokenizer's)."),
+    "json": (_SWITCH, None, "compile: print the report as JSON."),
+    "distributed": (
+        _SWITCH,
+        False,
+        "Start jax.distributed and let it find the other processes (Slurm, TPU pods, GKE).",
+    ),
+    "coordinator_address": (_TEXT, None, "host:port of process 0."),
+    "num_processes": (_NUMBER, None, "Number of processes."),
+    "process_id": (_NUMBER, None, "Number of this process, from 0."),
+    "cpu_devices": (_NUMBER, 0, "Present the CPU as this many devices."),
 }
-
-
-# Values that flags of a type accept; the errors of absl and Python name only what they got.
+# Flags that a mode requires: {mode: {flag: its meaning}}.
+_REQUIRED = {
+    "import": {"from": "the directory of a Hugging Face model"},
+    "convert": {"from": "the run directory of a dense model", "to": "mod or layer_drop"},
+    "export": {"to": "a new directory for the exported model"},
+}
+# Valid values of a flag's type; absl's errors show only the wrong value.
 _EXPECTED = {
     "bool": "true or false",
     "int": "a whole number in digits, such as 1000",
@@ -28,102 +62,50 @@ _EXPECTED = {
 }
 
 
-class _Untold(ConfigDict):
-    """A config whose text is short: absl makes two of a flag's default, as YAML, which take longer
-    than all else that parsing does, and nobody reads them."""
-
-    def __str__(self):
-        return "the config"
-
-
-def _define():
-    """The flags, in a new set, so that one process can parse twice."""
-    values = flags.FlagValues()
-    values.set_gnu_getopt()  # flags may follow the value of a setting
-
-    def define(kind, name, default, text):
-        kind(name, default, text, flag_values=values, allow_overwrite=False)
-
-    text = (
-        "Config: FILE.py, or the name of a config of efx; with variants, "
-        "NAME:VARIANT,VARIANT. --config.KEY=VALUE changes a setting."
-    )
-    define(flags.DEFINE_string, "config", None, text)
-    define(flags.DEFINE_string, "workdir", None, "Run folder.")
-    define(
-        flags.DEFINE_string,
-        "mode",
-        "train",
-        "train, compose, import, convert, export, evaluate, sample, cluster or compile.",
-    )
-    text = "import: folder of a Hugging Face model; convert: folder of a dense run."
-    define(flags.DEFINE_string, "from", None, text)
-    text = "convert: mod or layer_drop; export: new folder, for transformers."
-    define(flags.DEFINE_string, "to", None, text)
-    define(flags.DEFINE_string, "dtype", None, "export: float32, bfloat16 or float16.")
-    define(flags.DEFINE_string, "prompt", None, "sample: text to continue.")
-    text = "evaluate, sample, export: checkpoint (default: newest)."
-    define(flags.DEFINE_integer, "step", None, text)
-    text = "compile: chips and their sizes, v5e:16x16, or slices x hosts x GPUs, h100:1x8x8."
-    define(flags.DEFINE_string, "topology", None, text)
-    text = "compile: number of token ids (default: that of the tokenizer)."
-    define(flags.DEFINE_integer, "vocab_size", None, text)
-    define(flags.DEFINE_bool, "json", None, "compile: print the report as JSON.")
-    define(
-        flags.DEFINE_bool,
-        "distributed",
-        False,
-        "Start jax.distributed and let it find the other processes (Slurm, TPU pods, GKE).",
-    )
-    define(flags.DEFINE_string, "coordinator_address", None, "host:port of process 0.")
-    define(flags.DEFINE_integer, "num_processes", None, "Number of processes.")
-    define(flags.DEFINE_integer, "process_id", None, "Number of this process, from 0.")
-    define(flags.DEFINE_integer, "cpu_devices", 0, "Present the CPU as this many devices.")
-    return values
-
-
 def parse(argv, usage="", config_for=None):
-    """Parsed flags, with the config of the run folder if --config is absent. None after --help.
+    """Parsed flags; `config` is the ConfigDict with all changes. None after --help.
+
+    Without --config the config is that of the run in --workdir.
 
     Args:
       usage: text that --help prints before the list of flags.
-      config_for: function of the flags and of the config in --config, or None, to the config of
-        a mode of `MADE_FROM`.
+      config_for: function of the flags and the ConfigDict of --config, or None, to the ConfigDict
+        of the modes import and convert.
     """
-    values = _define()
-    flag_names = {arg.partition("=")[0].lstrip("-") for arg in argv[1:] if arg.startswith("-")}
-    if flag_names & {"help", "helpfull", "h"}:
+    values = flags.FlagValues()
+    values.set_gnu_getopt()  # flags may follow the value of a setting
+    for name, (define, default, text) in _FLAGS.items():
+        define(name, default, text, flag_values=values, allow_overwrite=False)
+    if {"--help", "-help", "--helpfull", "-h"} & {argument.partition("=")[0] for argument in argv}:
         print(usage + "\nFlags:\n" + values.get_help("  ", include_special_flags=False))
         return None
-    unknown = _parse(values, argv, known_only=True)
-    keys = _keys(values, unknown)
-    if values.mode in NEEDED:
-        for name, what in NEEDED[values.mode].items():
-            if not values[name].value:
-                raise UsageError(f"--{name} is missing: {what}")
-    if values.mode in MADE_FROM:
+    settings = _parse(values, argv, known_only=True)
+    keys = _setting_keys(values, settings)
+    for name, meaning in _REQUIRED.get(values.mode, {}).items():
+        if not values[name].value:
+            raise UsageError(f"--{name} is missing: {meaning}")
+    if values.mode in ("import", "convert"):
         given = None if values.config is None else load_config(values.config)
         config = config_for(values, given)
     else:
-        config = _initial_config(values.config, values.workdir, values.mode)
+        config = _initial_config(values)
     for key in keys:
         _check_key(config, key)
     del values.config
     with _flag_errors(values):
-        config_flags.DEFINE_config_dict(
-            "config", _Untold(config), flag_values=values, sys_argv=unknown
-        )
-    unparsed = _parse(values, unknown)
-    values.config = ConfigDict(values.config)
+        config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=settings)
+    unparsed = _parse(values, settings)
     if len(unparsed) > 1:
-        hint = "settings are --config.<key>=<value>, config files --config=<file>"
-        raise UsageError(f"unexpected argument {unparsed[1]!r}: {hint}")
+        raise UsageError(
+            f"unexpected argument {unparsed[1]!r}: settings are --config.<key>=<value>, config "
+            "files --config=<file>"
+        )
     flags.FLAGS(argv[:1])  # absl's own flags, which some libraries read
     return values
 
 
 def _parse(values, argv, known_only=False):
-    """The arguments that are no flags (with `known_only`, no flags of `values`)."""
+    """The arguments that are no flags; with `known_only`, no flags of `values`."""
     with _flag_errors(values):
         return values(argv, known_only)
 
@@ -134,7 +116,7 @@ def _flag_errors(values):
     try:
         yield
     except flags.IllegalFlagValueError as error:
-        reason = str(error.__context__ or "")  # of the type's parser, if that failed
+        reason = str(error.__context__ or "")  # from the parser of the flag's type
         flag = str(error).removeprefix("flag ").removesuffix(f": {reason}" if reason else "")
         name = flag.partition("=")[0].removeprefix("--")
         if reason and name in values:
@@ -144,21 +126,22 @@ def _flag_errors(values):
         raise UsageError(" ".join(str(error).split()) or type(error).__name__) from error
 
 
-def _initial_config(source, workdir, mode):
-    if source is not None:
-        return load_config(source)
+def _initial_config(values):
+    if values.config is not None:
+        return load_config(values.config)
+    workdir = values.workdir
     is_run = workdir is not None and (io.folder(workdir) / run_dir.CONFIG_FILE).is_file()
-    if not is_run and mode in ("train", "compose", "cluster", "compile"):
+    if not is_run and values.mode in ("train", "compose", "cluster", "compile"):
         raise UsageError(
             "--config is missing: a config file, e.g. --config configs/mod.py "
             "(or --workdir of an existing run)"
         )
     if workdir is None:
-        raise UsageError("--workdir is missing: the folder of a run, e.g. --workdir runs/mod")
+        raise UsageError("--workdir is missing: a run directory, e.g. --workdir runs/mod")
     return config_of_run(workdir)
 
 
-def _keys(values, arguments):
+def _setting_keys(values, arguments):
     """Dotted keys of the settings among the arguments; UsageError for any other `--name`."""
     keys, is_value = [], False  # is_value: whether the next argument is the value of the last
     for argument in arguments[1:]:
@@ -169,26 +152,22 @@ def _keys(values, arguments):
             raise UsageError("unexpected argument '--': efx takes only flags and settings")
         name, equals, _ = argument.lstrip("-").partition("=")
         if not name.startswith("config."):
-            raise UsageError(f"--{name} is not a flag{_nearest_flag(values, name)}")
+            setting = full_name(name, default_config())
+            hint = nearest(f"--{name}", [f"--{flag}" for flag in values])
+            hint = f" (did you mean '--{setting}'?)" if setting else hint
+            raise UsageError(f"--{name} is not a flag{hint}")
         keys.append(name.removeprefix("config."))
         is_value = not equals
     return keys
 
 
-def _nearest_flag(values, name):
-    setting = elsewhere(name, names(default_config()))
-    if setting:
-        return f" (did you mean '--{setting}'?)"
-    return nearest(f"--{name}", [f"--{flag}" for flag in values])
-
-
 def _check_key(config, key):
     """UsageError unless the dotted key names a setting (not a block) of the config."""
     try:
-        setting = require(config, key)
+        setting = value_of(config, key)
     except UsageError as error:
         raise UsageError(f"--{error}") from None
-    if isinstance(setting, ConfigDict):  # not the schedule of a loss, which is a plain mapping
+    if isinstance(setting, ConfigDict):  # the schedule of a loss is a plain mapping
         raise UsageError(
             f"--config.{key} is a block of settings; set one of its settings: {', '.join(setting)}"
         )

@@ -1,5 +1,7 @@
-"""Settings of a run, block by block; those of its model are in `efx.layers.config` and the configs
-of the families. `Config` puts them together."""
+"""Settings of a run, block by block, and `Config`, which holds all of them.
+
+Settings of models are in `efx.layers.config`, `efx.routing.config` and the files of the families.
+"""
 
 import dataclasses
 import math
@@ -15,7 +17,6 @@ from efx.config.schema import (
     Positive,
     Probability,
     Range,
-    Rows,
     block,
     check_encodes,
     check_regex,
@@ -32,12 +33,12 @@ from efx.parallel.sharding import DEFAULT_RULES
 Seed = Annotated[int, Range(least=0, below=2**32)]
 ProperFraction = Annotated[float, Range(above=0, below=1)]
 Devices = Annotated[int, Range(least=-1)]
-Words = Annotated[int, Range(least=2)]  # vectors of one word all have one direction
+Vocabulary = Annotated[int, Range(least=2)]  # vectors of one word all have one direction
 
 
 @block("config.data")
 class DataConfig:
-    """Text, its tokens, and the batches that are made of them."""
+    """Text, tokens and batches."""
 
     # "stdlib": the source code of the running Python's standard library; "text:PATH" (file,
     # folder or glob); "tokens:PATH" (token shards); "arrayrecord:GLOB"; "jsonl:PATH" (also .gz,
@@ -49,29 +50,28 @@ class DataConfig:
     tokenizer: str = "bytes"
     seq_len: Count = 256
     batch_size: Count = 16  # sequences in a step, over all devices and hosts
-    # Held out is a source of its own, all of it, whatever max_bytes is: official test files, or
-    # with --mode=evaluate any other text. Nothing is then held out of `source`, and its
-    # documents that are in eval_source are not trained on. "": the two settings that follow.
+    # A source that is held out as a whole, independent of max_bytes: official test files, or
+    # with --mode=evaluate any other text. Nothing is held out of `source` then, but documents of
+    # eval_source are excluded from training. "": use the next two settings.
     eval_source: str = ""
-    eval_fraction: ProperFraction = 0.1  # held out of the source
+    eval_fraction: ProperFraction = 0.1  # fraction of the source that is held out
     # "tail": the end of the stream; "documents": whole documents, by hash
     split: Literal["tail", "documents"] = "tail"
-    withhold: bool = False  # with eval_source: keep what these two would hold out, too
-    # If the source has other content than when the run began: "error"; "keep_split": what was
-    # held out then is held out still, and all the rest is for training.
+    withhold: bool = False  # with eval_source: also exclude that fraction from training
+    # If the content of the source has changed since the start of the run: "error"; "keep_split":
+    # keep the held-out text and train on everything else.
     on_change: Literal["error", "keep_split"] = "error"
-    # "windows": every window once an epoch; "random": random starts; "buffer": training begins
-    # while the text is tokenised, with windows in the order of the text, mixed within
-    # buffer_tokens, and after one epoch like "windows".
+    # "windows": every window once an epoch; "random": random starts; "buffer": train while the
+    # text is tokenised, on windows shuffled within buffer_tokens; after one epoch like "windows".
     shuffle: Literal["windows", "random", "buffer"] = "windows"
     buffer_tokens: Count = 1 << 22
     packing: bool = False  # rows of whole documents: segment ids, restarted positions
-    # Field of a JSON or msgpack record, or of a data set, that holds the text; "": raw records.
+    # Field of a record or a data set that holds the text; "": records are plain text.
     text_key: str = "text"
-    max_bytes: Bytes = 0  # read at most so much of the source (of each of a mixture); 0: all
-    document_bytes: Bytes = 0  # cut documents into pieces of at most so many bytes; 0: whole
-    # File that lists the documents to train on, with split="documents" (--mode=cluster makes one
-    # for each cluster); "": all.
+    max_bytes: Bytes = 0  # limit of the source (of each part of a mixture); 0: none
+    document_bytes: Bytes = 0  # cut longer documents into pieces of this size; 0: never
+    # File with a list of the training documents, with split="documents" (--mode=cluster writes
+    # one for each cluster); "": all.
     subset: str = ""
     cache_dir: str = ""  # tokenised data; "": $EFX_CACHE or ~/.cache/efx
 
@@ -133,12 +133,12 @@ class DataConfig:
 
 @block("config.init")
 class InitConfig:
-    """Another run whose parameters this one starts from."""
+    """Initial parameters from another run."""
 
-    # Run folder whose newest parameters (and tokenizer) the run starts from; "": from scratch.
+    # Run directory with the initial parameters and the tokenizer; "": from scratch.
     run: str = ""
-    missing: str = ""  # regex (whole path) of parameters that it may lack: these are initialised
-    unexpected: str = ""  # regex of those that it may have in excess: these are left out
+    missing: str = ""  # regex (whole path) of parameters that run may lack; initialised
+    unexpected: str = ""  # regex of parameters that only that run has; ignored
     # ((regex, replacement), ...): path here -> path there, first match
     rename: tuple[tuple[str, ...], ...] = ()
 
@@ -153,7 +153,7 @@ class InitConfig:
             check_regex(pair[0], f"{self.where}.rename[{i}]")
 
 
-# Keys that a schedule of a loss's weight has, beside "schedule".
+# Keys of a loss weight's schedule, besides "schedule".
 COEFFICIENTS = {
     "constant": ("value",),
     "linear": ("c_start", "c_end", "steps"),
@@ -163,7 +163,7 @@ COEFFICIENTS = {
 
 
 def loss_weight(spec, where):
-    """A weight of `config.losses` in plain types, a float or a dict; UsageError for what is none.
+    """A checked weight of `config.losses`: a float or a dict.
 
     Args:
       spec: a number, or a mapping with `schedule` and exactly its keys in `COEFFICIENTS`.
@@ -190,7 +190,7 @@ def loss_weight(spec, where):
     for key in keys:
         if key not in spec:
             raise UsageError(f"{where}.{key} is missing: the schedule {kind!r} needs it")
-    # A negative weight rewards what a loss is there to lessen, without end.
+    # A negative weight would maximise the loss.
     types = {"steps": Natural}
     weight = {
         key: converted(types.get(key, NonNegative), spec[key], f"{where}.{key}") for key in keys
@@ -204,22 +204,25 @@ def loss_weight(spec, where):
 
 @block("config.losses")
 class LossesConfig:
-    """Weight of every extra loss, by the name under which a layer sows it. A number, or a schedule:
-    dict(schedule="linear"|"cosine"|"exponential", ...), see efx/train/losses.py."""
+    """Weights of the extra losses, by the names that layers sow.
+
+    A number, or a schedule: dict(schedule="linear"|"cosine"|"exponential", ...), see
+    efx/train/losses.py.
+    """
 
     z_loss: object = 0.0
-    distill: object = 0.0  # KL from the distribution of `config.train.teacher`; 0: not computed
+    distill: object = 0.0  # KL(teacher || model), see config.train.teacher; 0: not computed
     router_bce: object = 0.01
     predictor_bce: object = 0.01
     load_balance: object = 0.01
     router_z: object = 0.001
     expert_bce: object = 0.01
     embedding: object = 1.0
-    # Of the next latent. The published weight rises over the first fifth of the training:
+    # Loss of the next latent. The published weight rises over the first fifth of the training:
     # dict(schedule="linear", c_start=0.0, c_end=0.003, steps=...).
     latent_prediction: object = 0.003
     inclusion_bce: object = 0.1
-    # Learned dropout, of its masks m: mean entropy -m log2 m, that of 1 - m, m, m^2 / 2.
+    # Learned dropout with masks m: mean entropy -m log2 m, that of 1 - m, m, m^2 / 2.
     dropout_entropy: object = 0.0
     dropout_alternate_entropy: object = 0.0
     dropout_l1: object = 0.0
@@ -231,7 +234,7 @@ class LossesConfig:
 
     @property
     def distils(self):
-        """Whether there is a teacher to be followed: a weight of constant 0 costs nothing."""
+        """Whether a teacher is needed; a constant weight of 0 needs none."""
         return self.distill != 0
 
 
@@ -240,12 +243,11 @@ class TrainConfig:
     """How a step is computed."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"  # of activations. Parameters are float32
-    accumulation: Count = 1  # micro-batches of a step, which is that of the big batch
-    # Positions of a sequence whose logits are in memory at once; 0: all
+    accumulation: Count = 1  # micro-batches of a step; the gradient is that of the whole batch
+    # Positions of a sequence with logits in memory at the same time; 0: all
     loss_chunk: Natural = 0
-    max_nonfinite: Count = 10  # stop after so many non-finite steps in a row (each is skipped)
-    # Run folder of the finished model, frozen, that the loss `distill` follows; not read where that
-    # has no weight.
+    max_nonfinite: Count = 10  # consecutive (skipped) non-finite steps that stop the run
+    # Run directory of the frozen teacher of the loss `distill`.
     teacher: str = ""
 
 
@@ -254,11 +256,11 @@ class ScheduleConfig:
     """The learning rate over the steps."""
 
     kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    warmup_steps: Natural = 100  # a tenth of the run where they do not fit into it
-    # Of the steps: warms up for so many where they are more than `warmup_steps`.
+    warmup_steps: Natural = 100  # at most a tenth of a run that is shorter
+    # Fraction of the steps; the longer of the two warm-ups counts.
     warmup_fraction: Annotated[float, Range(least=0, most=1)] = 0.0
     decay_steps: Natural = 0  # step at which the decay ends; 0: the last
-    # Of learning_rate, at the end.
+    # Final rate as a fraction of learning_rate.
     final_fraction: Annotated[float, Range(least=0, most=1)] = 0.1
     decay_fraction: Fraction = 0.2  # wsd: fraction of the steps that decay
 
@@ -275,8 +277,8 @@ class OptimConfig:
     eps: Positive = 1e-8  # with 0 a parameter whose gradient is 0 becomes 0 / 0
     momentum: Probability = 0.95  # muon, sgd
     weight_decay: NonNegative = 0.1
-    decay: str = r".*(kernel|embedding)"  # regex (whole path) of the parameters that are decayed
-    frozen: str = ""  # regex of the paths that do not train
+    decay: str = r".*(kernel|embedding)"  # regex (whole path) of decayed parameters
+    frozen: str = ""  # regex of frozen parameters
     lr_multipliers: tuple[object, ...] = ()  # ((regex, factor), ...): first match wins
     clip_norm: NonNegative = 1.0  # 0: off
 
@@ -301,41 +303,41 @@ class OptimConfig:
 
 @block("config.mesh")
 class MeshConfig:
-    """Devices along each axis of the mesh; one may be -1, "all that are left"."""
+    """Devices along each axis of the mesh; one axis may be -1, all remaining devices."""
 
     data: Devices = -1
     fsdp: Devices = 1
     tensor: Devices = 1
     expert: Devices = 1
     sequence: Devices = 1
-    # Groups of devices that a slower network joins, between which only the axis `data` goes: slices
-    # of TPUs, or hosts. 0: as many as there are slices
+    # Groups of devices connected by a slower network (TPU slices, or hosts); only the axis `data`
+    # crosses it. 0: the number of slices
     dcn_data: Natural = 0
 
 
 @block("config.checkpoint")
 class CheckpointConfig:
-    """When the state of the training is kept."""
+    """When the training state is saved, and which checkpoints are kept."""
 
     every: Natural = 500  # steps; 0: only at the end
     keep_last: Count = 2
     keep_best: Natural = 1
     best_metric: str = "eval/loss"
     asynchronous: bool = True
-    # "fall_back": take the checkpoint before a damaged one, with a warning
+    # "fall_back": restore the checkpoint before a damaged one, with a warning
     on_damage: Literal["error", "fall_back"] = "error"
 
 
 @block("config.log")
 class LogConfig:
-    """What a run tells of itself."""
+    """Metrics, Weights & Biases, profile."""
 
     every: Count = 20  # steps
     tensorboard: bool = True
     wandb: str = ""  # Weights & Biases project
-    wandb_group: str = ""  # under which it shows this run with others
+    wandb_group: str = ""  # group of runs there
     wandb_tags: tuple[str, ...] = ()
-    profile_at: Natural = 0  # step at which a profiler window opens; 0: never
+    profile_at: Natural = 0  # first profiled step; 0: no profile
     profile_steps: Count = 5
 
     def check(self):
@@ -354,22 +356,22 @@ class EvaluateConfig:
     every: Natural = 250  # steps; 0: only at the end
     batch_size: Count = 16
     max_batches: Natural = 0  # 0: the whole held-out split
-    # Batches of training text from which thresholds of routed blocks are set first; 0: as trained
+    # Batches of training text that set the thresholds of routed blocks first; 0: as trained
     calibrate: Natural = 0
     # Rows of random tokens whose second half repeats the first: does the model copy? 0: none
-    repeated_rows: Rows = 0
+    repeated_rows: Annotated[int, Range(least=0, most=2**16)] = 0
 
 
 @block("config.sample")
 class SampleConfig:
-    """Text that the model writes."""
+    """Samples during training and with --mode=sample."""
 
     every: Natural = 500  # steps; 0: never
     prompt: str = "\n"
     max_new_tokens: Count = 200
-    temperature: NonNegative = 0.8  # 0: the likeliest token
-    top_k: Natural = 0  # among so many tokens; 0: all
-    top_p: Fraction = 0.95  # among the likeliest of so much probability together; 1: all
+    temperature: NonNegative = 0.8  # 0: greedy
+    top_k: Natural = 0  # 0: all tokens
+    top_p: Fraction = 0.95  # 1: all tokens
     stop: str = ""  # stop after this text
     num_samples: Count = 1
     seed: Seed = 0
@@ -382,19 +384,21 @@ class SampleConfig:
 
 @block("config.cluster")
 class ClusterConfig:
-    """cBTM: clusters of documents, and experts, one for each. With python -m efx.cbtm.run,
-    `config.steps` (or `config.train_flops`) is the budget of the seed model and all experts
-    together."""
+    """cBTM: clusters of documents, with one expert each.
+
+    With python -m efx.cbtm.run, `config.steps` (or `config.train_flops`) is the budget of the seed
+    model and all experts together.
+    """
 
     count: Count = 4
     method: Literal["balanced", "random"] = "balanced"  # clusters of one size; "random": control
-    features: Words = 50_000  # words of the tf-idf vectors: the most frequent
-    min_documents: Count = 2  # in which a word has to occur
+    features: Vocabulary = 50_000  # words of the tf-idf vectors: the most frequent
+    min_documents: Count = 2  # that contain a word
     dimensions: Count = 100  # of the truncated SVD
     iterations: Count = 20  # of k-means, at most
-    restarts: Count = 3  # of k-means; the best is taken
-    fit_documents: Count = 20_000  # fit on so many of the documents, the others go to the nearest
-    seed_fraction: ProperFraction = 0.25  # of the budget: the seed model's training on everything
+    restarts: Count = 3  # of k-means; the best is kept
+    fit_documents: Count = 20_000  # used to fit; all others join the nearest cluster
+    seed_fraction: ProperFraction = 0.25  # of the budget, for the seed model on all text
 
 
 @block("config.ensemble")
@@ -403,8 +407,8 @@ class EnsembleConfig:
 
     # An expert's weight: exp(-(distance of context and cluster centre)^2 / tau)
     tau: Positive = 0.1
-    top_k: Count = 2  # experts in use for a token, their weights renormalised
-    every: Count = 32  # tokens after which the weights are computed anew
+    top_k: Count = 2  # experts of a token, with renormalised weights
+    every: Count = 32  # tokens between two computations of the weights
 
 
 @block("config")
@@ -412,8 +416,8 @@ class Config:
     """All settings of a run."""
 
     seed: Seed = 0
-    # One of the two: optimiser steps, or total training FLOPs (then the number of steps
-    # follows from the model's ledger and the batch).
+    # Set one of the two: optimiser steps, or total training FLOPs, from which the number of steps
+    # follows.
     steps: Natural = 1000
     train_flops: NonNegative = 0.0
     data: DataConfig = DataConfig()
@@ -445,5 +449,5 @@ class Config:
 
 
 def default_config(family="decoder"):
-    """The ConfigDict with every setting that there is for a model family, at its default."""
+    """The ConfigDict with all settings of a model family at their defaults."""
     return defaults(dataclasses.replace(Config(), model=config_class(family)()))

@@ -26,13 +26,13 @@ from ml_collections import ConfigDict, config_dict
 
 from efx.errors import UsageError, nearest
 
-# What devices compute with, int32 and float32, has no larger numbers; a range may allow others.
+# Largest int32 and float32; a range may allow larger numbers.
 _LARGEST = {int: 2**31 - 1, float: (2 - 2**-23) * 2.0**127}
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Bounds of a number: `least` and `most` are in the range, `above` and `below` are not."""
+    """Bounds of a number: inclusive `least` and `most`, exclusive `above` and `below`."""
 
     least: float | None = None
     above: float | None = None
@@ -50,7 +50,7 @@ class Range:
         )
 
     def rule(self, value):
-        """What of it a number breaks, in words."""
+        """The violated bound in words."""
         if self.least is not None and self.most is not None:
             if value < self.least:
                 return f"at least {self.least}"
@@ -60,7 +60,7 @@ class Range:
 
     @property
     def is_open(self):
-        """Whether nothing is too large for it."""
+        """Whether there is no upper bound."""
         return self.most is None and self.below is None
 
     def __str__(self):
@@ -76,14 +76,12 @@ class Range:
 
 Count = Annotated[int, Range(least=1)]
 Natural = Annotated[int, Range(least=0)]
-# Of what is traced piece by piece, such as blocks: more would be traced for hours.
-Pieces = Annotated[int, Range(least=1, most=10_000)]
-PiecesOrNone = Annotated[int, Range(least=0, most=10_000)]
-# Positions, or experts to choose from: two such numbers have a sum in int32.
-Places = Annotated[int, Range(least=0, most=2**30 - 1)]
-# Rows that are scored beside a text, each of them computed.
-Rows = Annotated[int, Range(least=0, most=2**16)]
-Bytes = Annotated[int, Range(least=0, below=2**63)]  # of a file, or 0
+# Blocks and other modules, each of which is traced: more would be traced for hours.
+Modules = Annotated[int, Range(least=1, most=10_000)]
+ModulesOrNone = Annotated[int, Range(least=0, most=10_000)]
+# Positions or experts: the sum of two such numbers is an int32.
+Positions = Annotated[int, Range(least=0, most=2**30 - 1)]
+Bytes = Annotated[int, Range(least=0, below=2**63)]
 Number = Annotated[float, Range()]
 Positive = Annotated[float, Range(above=0)]
 NonNegative = Annotated[float, Range(least=0)]
@@ -94,7 +92,7 @@ Probability = Annotated[float, Range(least=0, below=1)]
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True)
 def block(where):
-    """Class decorator: a frozen dataclass whose values are converted and checked when it is made.
+    """Class decorator: a frozen dataclass that converts and checks its values.
 
     Blocks have the method `refuse(name, message)`, which raises a `UsageError` for a value.
 

@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from efx import io, models, run_dir
 from efx.checkpoint.params import fingerprint
 from efx.config import schema
-from efx.config.load import config_of_run, to_config, typed
+from efx.config.load import config_of_run, to_config
 from efx.config.run import default_config
 from efx.configs import convert_mod
 from efx.errors import UsageError, nearest
@@ -29,7 +29,7 @@ from efx.logging import quantity
 from efx.logging.progress import is_primary
 from efx.parallel import multihost, sharding
 from efx.routing import parameters
-from efx.train import setup
+from efx.train import other_runs, setup
 from efx.train import step as step_lib
 
 KINDS = ("mod", "layer_drop")
@@ -52,7 +52,7 @@ def config_for(folder, to, config=None):
     parent = config_of_run(folder, "--from")
     _check_parent(parent, folder, to)
     if config is None:
-        config = typed(parent)
+        config = config_of_run(folder, "--from")
         config.init = default_config().init
         config.optim.frozen, config.optim.lr_multipliers = "", ()
         config.update_from_flattened_dict(convert_mod.RECIPE)
@@ -87,7 +87,7 @@ def convert(config, folder, to, workdir, *, command_line=()):
     """
     config, parent_path = to_config(config), _absolute_path(folder)
     _check_config(config, config_of_run(folder, "--from"), to)
-    setup.check_tokenizer(config, "--from", parent_path)
+    other_runs.check_tokenizer(config, "--from", parent_path)
     if config.adapter.kind != "none":  # whose base a run has to name
         config = schema.replaced(config, {"init.run": parent_path})
     multihost.check_shared(workdir)
@@ -191,7 +191,7 @@ def _text_records(data, folder, tokenizer):
     entries = {"tokenizer": run_dir.checksum(tokenizer)}
     same = all(
         getattr(data, key) == run_dir.recorded_setting(folder, f"data.{key}")
-        for key in (*setup.OF_THE_TEXT, "subset")
+        for key in (*other_runs.TEXT_SETTINGS, "subset")
     )
     record = run_dir.run_record(folder)
     if same and run_dir.recorded_origin(folder) is not None:

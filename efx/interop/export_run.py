@@ -49,7 +49,7 @@ def export_run(config, workdir, folder, *, step=None, dtype=None, shard_bytes=SH
         raise UsageError(f"--dtype={dtype}: expected {known}{nearest(dtype, WRITTEN_DTYPES)}")
     if jax.process_count() > 1:
         raise UsageError("--mode=export runs in one process: start it without several processes")
-    if run_dir.kind_of_result(workdir) == "clustering":
+    if run_dir.holds_clustering(workdir):
         raise UsageError(
             f"--workdir={workdir} is an ensemble, and these are not exported; export one of "
             "the run folders in it"

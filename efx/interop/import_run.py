@@ -23,7 +23,7 @@ from efx.layers.flops import count_params
 from efx.logging import quantity
 from efx.logging.progress import is_primary
 from efx.parallel import multihost, sharding
-from efx.train import setup
+from efx.train import other_runs, setup
 from efx.train import step as step_lib
 
 # What an imported run trains by where no --config says it: a learning rate for parameters that are
@@ -81,7 +81,7 @@ def import_run(config, folder, workdir, *, command_line=()):
     hf_config = hf.read_config(folder)
     _check_config(config, hf.settings_of(folder, hf_config))
     tokenizer = load_tokenizer(folder / run_dir.TOKENIZER_FILE)
-    if not setup.is_tokenizer(config.data.tokenizer, tokenizer):
+    if not other_runs.is_tokenizer(config.data.tokenizer, tokenizer):
         raise UsageError(
             f"config.data.tokenizer={config.data.tokenizer!r}: the model of --from={folder} "
             f"needs its own {run_dir.TOKENIZER_FILE}; leave the setting out"

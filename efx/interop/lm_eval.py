@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import track
 
 from efx import io, run_dir
-from efx.config.load import config_of_run
+from efx.config.load import config_of_run, to_config
 from efx.errors import UsageError, nearest
 from efx.interop.scoring import Scorer
 from efx.layers.flops import count_params
@@ -87,12 +87,12 @@ class _Model:
         super().__init__()
         if jax.process_count() > 1:
             raise UsageError("lm-eval runs in one process: start it without several processes")
-        if run_dir.kind_of_result(workdir) == "clustering":
+        if run_dir.holds_clustering(workdir):
             raise UsageError(
                 f"--workdir={workdir} is an ensemble, and lm-eval does not run on these; use "
                 "one of the run folders in it"
             )
-        config = config_of_run(workdir) if config is None else config
+        config = to_config(config_of_run(workdir) if config is None else config)
         built, self.step, params, variables = setup.finished(config, workdir, step)
         self._info = {
             "workdir": str(workdir),

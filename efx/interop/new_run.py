@@ -11,7 +11,7 @@ from efx.train import setup
 
 
 def open_new(workdir, config, command_line):
-    """The `runfolder.OpenedRun` of a folder without a run; UsageError if there is one."""
+    """The `run_dir.OpenedRun` of a folder without a run; UsageError if there is one."""
     opened = run_dir.open_run(
         workdir, schema.as_dict(config), command_line=list(command_line), may_differ=(".*",)
     )
@@ -24,7 +24,7 @@ def write(opened, lock, config, state, files, **entries):
     """Write the run folder, with `state` as its checkpoint of step 0.
 
     Args:
-      lock: the `runfolder.Lock` of the folder. files, entries: see `runfolder.OpenedRun.commit`.
+      lock: the `run_dir.Lock` of the folder. files, entries: see `run_dir.OpenedRun.commit`.
     """
     with _whole_or_not_at_all(opened.path):
         lock.take()

@@ -9,11 +9,11 @@ from efx.config.schema import (
     AtLeastOne,
     Count,
     Fraction,
+    ModulesOrNone,
     Natural,
     NonNegative,
     Number,
-    PiecesOrNone,
-    Places,
+    Positions,
     Positive,
     Probability,
     block,
@@ -155,7 +155,7 @@ class MoEConfig:
     capacity: Fraction = 0.25  # expert_choice: fraction of a sequence that an expert computes
     slack: AtLeastOne = 2.0  # expert_choice: the causal rate is capacity * slack
     num_shared: Natural = 0  # experts for every token, as one MLP of num_shared times the width
-    num_noop: Places = 0  # token_choice: experts that compute nothing
+    num_noop: Positions = 0  # token_choice: experts that compute nothing
     # token_choice: fraction of the choices that the FLOP ledger counts as computed; measured:
     # `eval/moe/computed_fraction`. None: balanced choices and no drops.
     computed_fraction: Fraction | None = None
@@ -240,7 +240,7 @@ class MLPConfig:
 class SoftExpertsConfig:
     """Blocks of several channels, see `soft_experts.SoftBlock`."""
 
-    num: PiecesOrNone = 0  # channels of a block, each with its own attention and MLP; 0: none
+    num: ModulesOrNone = 0  # channels of a block, each with its own attention and MLP; 0: none
     every: Count = 1  # blocks every-1, 2*every-1, ... have them
     shared: Natural = 0  # MLPs added to every channel's, as one of `shared` times the width
     multiple: Count = 1  # output width of a channel's MLP: multiple * width / num, rounded up

@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx.config.schema import Count, Natural, NonNegative, Pieces, Places, block, replaced
+from efx.config.schema import Count, Modules, Natural, NonNegative, Positions, block, replaced
 from efx.errors import UsageError
 from efx.layers import batch_means, flops, norms
 from efx.layers.attention import Attention
@@ -35,10 +35,10 @@ class BridgedConfig:
     """Finished runs with bridges between them, configs/calm.py."""
 
     family: Literal["bridged"] = "bridged"
-    context: Places = 0  # longest sequence; 0: data.seq_len
+    context: Positions = 0  # longest sequence; 0: data.seq_len
     anchor: str = ""  # run folder of the model that predicts
     augment: tuple[str, ...] = ("",)  # run folders of the models that it reads, same tokenizer
-    pairs: Pieces = 2  # evenly spaced layers of each model that a bridge connects
+    pairs: Modules = 2  # evenly spaced layers of each model that a bridge connects
     # Cross-attention of the bridges, as in `config.model.attention`.
     num_heads: Count = 4
     qk_norm: Literal["none", "head", "width"] = "none"

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from efx.config.schema import Count, Natural, NonNegative, Pieces, Places, Positive, block
+from efx.config.schema import Count, Modules, Natural, NonNegative, Positions, Positive, block
 from efx.layers.config import (
     AttentionConfig,
     BlockConfig,
@@ -35,9 +35,9 @@ class ModelConfig:
     dense_former: ClassVar[DenseFormerConfig] = DenseFormerConfig()
     member_runs: ClassVar[tuple] = ()
 
-    context: Places = 0  # longest sequence; 0: data.seq_len
+    context: Positions = 0  # longest sequence; 0: data.seq_len
     width: Count = 128
-    depth: Pieces = 4
+    depth: Modules = 4
     attention: AttentionConfig = AttentionConfig()
     mlp: MLPConfig = MLPConfig()
     block_kind: BlockKind = "pre_norm"  # how attention, MLP and norms make a block

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from efx.config.schema import Count, NonNegative, Pieces, PiecesOrNone, Places, block
+from efx.config.schema import Count, Modules, ModulesOrNone, NonNegative, Positions, block
 from efx.errors import UsageError
 from efx.layers import batch_means, costs, flops, learned_dropout, mup, norms
 from efx.layers.block import (
@@ -64,7 +64,7 @@ from efx.parallel.sharding import constrain, parameter
 # ---- settings ----------------------------------------------------------------------------------
 
 BLOCK_COUNTS = ("encoder_local", "encoder_global", "decoder_local", "decoder_global")
-PerLevel = PiecesOrNone | tuple[PiecesOrNone, ...]
+PerLevel = ModulesOrNone | tuple[ModulesOrNone, ...]
 
 
 @block("config.model.latent_loss")
@@ -93,7 +93,7 @@ class LatentConfig(ModelConfig):
     # "perceiver": the last P_i positions of a group attend to all of it. "transformer":
     # `compression_blocks` blocks inside the group, whose last P_i outputs are kept.
     compression: Literal["perceiver", "transformer"] = "perceiver"
-    compression_blocks: Pieces = 1
+    compression_blocks: Modules = 1
     # Blocks inside groups (local) and across groups (global), one number for all levels or one for
     # each. Decoder level 1 works on tokens: a global block there costs as much as a dense one.
     encoder_local: PerLevel = 1
@@ -112,8 +112,8 @@ class LatentConfig(ModelConfig):
     # latents and decoder levels have tables by the position in the group. "level": such a table
     # for the tokens too. "rope": rotary positions, no tables. "both": "level" and "rope".
     positions: Literal["absolute", "level", "rope", "both"] = "absolute"
-    memory_local: Places = 0  # learned tokens before each group, for local blocks
-    memory_global: Places = 0  # learned tokens before the row, for global blocks and the stack
+    memory_local: Positions = 0  # learned tokens before each group, for local blocks
+    memory_global: Positions = 0  # learned tokens before the row, for global blocks and the stack
     embedding_noise: NonNegative = 0.0  # uniform noise in training, within this / sqrt(T D)
     use_bias: bool = False
     tied: bool = True  # the output layer is the token embedding

@@ -21,7 +21,7 @@ import sys
 import jax
 from flax import traverse_util
 
-from efx.config.load import load_config, override
+from efx.config.load import apply, load_config
 from efx.errors import UsageError
 from efx.layers.stack import Layer
 from efx.logging import tables
@@ -106,13 +106,13 @@ def config_at_width(args, width, base_width):
             changes[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             changes[key] = value
-    override(config, changes, "--set")
+    apply(config, changes, "--set: ")
     model = traverse_util.flatten_dict(config.model.to_dict(), sep=".")
     changes = {"model.width": width, "model.mup.base_width": base_width}
     for key in SIZES + HEADS if model["attention.head_dim"] else SIZES:
         if model.get(key):
             changes[f"model.{key}"] = _scaled(key, model[key], width, model["width"])
-    override(config, changes, "--widths")
+    apply(config, changes, "--widths: ")
     return config
 
 

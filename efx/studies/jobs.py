@@ -142,13 +142,13 @@ def _split_cpus(jobs):
 def _is_finished(arguments):
     """Whether `python -m efx.main` has nothing to do for a run: it has ended with this config."""
     from efx.config import flags
-    from efx.train import trainer
+    from efx.train import run_files
 
     try:
         values = flags.parse(["efx", *arguments])
         if values.mode != "train":
             return False
-        return trainer.is_finished(to_config(values.config), values.workdir)
+        return run_files.is_finished(to_config(values.config), values.workdir)
     except UsageError:  # which the command itself reports
         return False
 

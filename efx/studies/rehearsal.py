@@ -104,10 +104,10 @@ def flops_of(config, count, budget, made):
 
     from efx.config import schema
     from efx.parallel import sharding
-    from efx.train import setup
+    from efx.train import other_runs, setup
     from efx.train.evaluator import Evaluator
 
-    setup.check_runs_named(config, made)
+    other_runs.check_runs(config, made)
     vocab_size, is_known = _vocab_size(config, made)
     changes = {"mesh.dcn_data": 0}
     if has_accelerators():  # which the kernel may be for
@@ -121,7 +121,7 @@ def flops_of(config, count, budget, made):
     elif budget != 0.0 or not (config.steps or is_known):
         changes |= {"steps": _NO_END, "train_flops": 0.0}
     config = schema.replaced(config, changes)
-    e = setup.without_text(config, vocab_size, jax.devices()[:count], of_run=True, made=made)
+    e = setup.without_text(config, vocab_size, jax.devices()[:count], of_run=True, planned=made)
     training = setup.Training(e)
     if count == jax.device_count() and not has_accelerators():
         training.check_memory()
@@ -141,10 +141,10 @@ def has_accelerators():
 def _vocab_size(config, made):
     """(number of token ids, at least; whether it is that) without the text."""
     from efx.data import load_tokenizer, tokenizers
-    from efx.train import setup
+    from efx.train import other_runs
 
     c = config.data
-    if saved := setup.saved_tokenizer(config, made=made):
+    if saved := other_runs.saved_tokenizer(config, planned=made):
         return load_tokenizer(saved).vocab_size, True
     if any(run in made for run in (config.init.run, *(run for _, run in config.model.member_runs))):
         return _ANY_VOCABULARY, False

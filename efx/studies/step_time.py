@@ -8,7 +8,7 @@ import time
 import jax
 import numpy as np
 
-from efx.config.load import config_of_run
+from efx.config.load import config_of_run, to_config
 from efx.parallel import sharding
 from efx.parallel.host_memory import keep_freed_memory
 from efx.run_dir import TOKENIZER_FILE
@@ -30,7 +30,7 @@ class Stepper:
 
     def __init__(self, config, vocab_size):
         keep_freed_memory()
-        experiment = setup.without_text(config, vocab_size)
+        experiment = setup.without_text(to_config(config), vocab_size)
         self.config, self.model = experiment.config, experiment.model
         self._training = setup.Training(experiment)
         mesh, rules = self._mesh_and_rules = experiment.mesh, experiment.rules

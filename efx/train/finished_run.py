@@ -1,4 +1,4 @@
-"""Evaluate a finished (or running) run, or sample from it."""
+"""Evaluate the checkpoint of a run, or sample from it."""
 
 import io
 import sys
@@ -7,24 +7,30 @@ import jax
 
 from efx import run_dir
 from efx.checkpoint.init_from import changed_settings
+from efx.config.load import to_config
 from efx.logging import quantity
 from efx.models.config import SAME_MODEL
 from efx.parallel import sharding
 from efx.sampling import TextSampler
 from efx.train.evaluator import Evaluator, describe, scored
-from efx.train.setup import check_tokenizer, finished
+from efx.train.other_runs import check_tokenizer
+from efx.train.setup import finished
 
-# Settings that change what the parameters of a run compute, or the random numbers in it.
-_OF_THE_MODEL = rf"(?!model\.({SAME_MODEL})$)(model|adapter)\..*|seed"
+# Settings that change the function or the random numbers of a model with the same parameters.
+_MODEL_SETTINGS = rf"(?!model\.({SAME_MODEL})$)(model|adapter)\..*|seed"
 
 
 def evaluate(config, workdir, step=None):
-    """Print and return the evaluation of a run's checkpoint over its held-out split, or over all of
-    `config.data.eval_source`."""
+    """Print and return the metrics of a checkpoint on the run's held-out split, or on all of
+    `config.data.eval_source`.
+
+    Args:
+      config: ConfigDict or `Config`. step: of the checkpoint; None: the newest.
+    """
+    config = to_config(config)
     check_tokenizer(config, "--workdir", workdir)
-    e, step, params, variables = finished(
-        config, workdir, step, splits=("train", "eval") if config.evaluate.calibrate else ("eval",)
-    )
+    splits = ("train", "eval") if config.evaluate.calibrate else ("eval",)
+    e, step, params, variables = finished(config, workdir, step, splits)
     with sharding.use(e.mesh, e.rules):
         metrics = Evaluator(e.model, e.config, e.data, e.mesh, e.rules)(params, variables)
     if jax.process_index() == 0:
@@ -43,7 +49,7 @@ def evaluate(config, workdir, step=None):
 
 def other_model(config, workdir):
     """A warning about settings that change the model after training, or ""."""
-    changed = changed_settings(workdir, config, _OF_THE_MODEL)
+    changed = changed_settings(workdir, config, _MODEL_SETTINGS)
     listed = (
         f"config.{key}={value!r} (trained with {before!r})"
         for key, (before, value) in changed.items()
@@ -52,7 +58,13 @@ def other_model(config, workdir):
 
 
 def sample(config, workdir, step=None, stream=None):
-    """Continue `config.sample.prompt`, writing text to `stream` as it is generated."""
+    """Continue `config.sample.prompt`, writing text to `stream` as it is generated.
+
+    Args:
+      config, step: see `evaluate`. stream: None: standard output.
+    Returns: statistics of the sampler.
+    """
+    config = to_config(config)
     check_tokenizer(config, "--workdir", workdir)
     e, step, params, variables = finished(config, workdir, step)
     is_primary = jax.process_index() == 0
@@ -60,18 +72,17 @@ def sample(config, workdir, step=None, stream=None):
     # All processes sample, since each may hold a part of the parameters.
     sampler.write({"params": params, **variables}, stream if is_primary else io.StringIO())
     stats = sampler.stats
-    if not is_primary:
-        return stats
-    line = f"{quantity(stats['tokens_per_second'], 'tokens/s')} from step {step}"
-    if "routed_fraction" in stats:
-        line += f"; routed blocks computed {stats['routed_fraction']:.1%} of their tokens"
-    print(line + _dropped(stats), file=sys.stderr)
-    if other := other_model(e.config, workdir):
-        print(other, file=sys.stderr)
+    if is_primary:
+        line = f"{quantity(stats['tokens_per_second'], 'tokens/s')} from step {step}"
+        if "routed_fraction" in stats:
+            line += f"; routed blocks computed {stats['routed_fraction']:.1%} of their tokens"
+        print(line + _describe_dropped(stats), file=sys.stderr)
+        if other := other_model(e.config, workdir):
+            print(other, file=sys.stderr)
     return stats
 
 
-def _dropped(stats):
+def _describe_dropped(stats):
     """Text about tokens and choices over the causal limit, or ""."""
     text = ""
     for name, count, total, unit in (

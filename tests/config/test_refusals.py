@@ -15,7 +15,8 @@ from refusals import refused
 
 from efx import io, main
 from efx.config import flags, schema
-from efx.config.load import CALLED_ELSEWHERE, config_of_run, load_config, names, run_file
+from efx.config.load import config_of_run, load_config, run_file, to_config
+from efx.config.names import OTHER_NAMES, setting_names
 from efx.config.run import Config, default_config
 from efx.configs import common
 from efx.errors import UsageError, nearest
@@ -98,8 +99,8 @@ def test_a_value_may_look_like_a_flag():
 
 
 def test_each_name_of_another_program_leads_to_one_setting():
-    every = set(names(default_config()))
-    called = CALLED_ELSEWHERE
+    every = set(setting_names(default_config()))
+    called = OTHER_NAMES
     others = [name for line in called.values() for name in line.split()]
     assert len(others) == len(set(others))
     assert {f"config.{setting}" for setting in called} <= every
@@ -238,7 +239,7 @@ def test_misspelt_keys_in_a_config_file_are_refused(tmp_path, line, names):
 def test_misspelt_keys_are_refused_in_a_notebook_and_in_a_run_directory(tmp_path):
     config = common.base()
     config.data.packng = True
-    refused(lambda: setup.experiment(config), "config.data.packng", "'packing'")
+    refused(lambda: setup.experiment(to_config(config)), "config.data.packng", "'packing'")
     plain = common.base().to_dict()
     plain["log"]["evry"] = 5
     (tmp_path / "config.json").write_text(json.dumps(plain))

@@ -12,7 +12,7 @@ from run_files import edit_record
 from test_import import error_line, run
 
 from efx import models, run_dir
-from efx.config.load import config_of_run
+from efx.config.load import config_of_run, to_config
 from efx.data import bpe
 from efx.interop import hf
 from efx.layers import flops
@@ -164,10 +164,10 @@ def test_only_new_parameters_are_trained(parent, tmp_path, variant):
 
 def test_without_a_weight_there_is_no_teacher(child):
     config = config_of_run(child)
-    vocab_size = setup.setup(config, child).tokenizer.vocab_size
-    assert setup.without_text(config, vocab_size).teacher is None
+    vocab_size = setup.setup(to_config(config), child).tokenizer.vocab_size
+    assert setup.without_text(to_config(config), vocab_size).teacher is None
     config.losses.distill = 1.0
-    assert setup.without_text(config, vocab_size).teacher is not None
+    assert setup.without_text(to_config(config), vocab_size).teacher is not None
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +189,7 @@ def test_a_converted_run_follows_its_parent(parent, distilled):
     assert all(row["losses/distill"] > 0 for row in rows)
     objective = rows[-1]["train/loss"] + 0.5 * rows[-1]["losses/distill"]
     np.testing.assert_allclose(rows[-1]["train/objective"], objective, rtol=1e-5)
-    e = setup.experiment(config_of_run(folder), folder)
+    e = setup.experiment(to_config(config_of_run(folder)), folder)
     teacher = e.teacher.model.ledger(16, "causal").nominal_per_token * e.tokens_per_step
     assert rows[-1]["flops"] == 4 * (e.ledger.train_flops(e.tokens_per_step) + teacher)
     forward = flops.executed(e.teacher.model, 16, 4, train=False)

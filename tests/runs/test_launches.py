@@ -340,15 +340,15 @@ def test_the_tokenizer_is_that_of_the_run_started_from(trained, tmp_path):
     # Its file is the same tokenizer by another name.
     shutil.copy(run / "tokenizer.json", tmp_path)
     same = {"init.run": str(run), "data.tokenizer": str(tmp_path / "tokenizer.json")}
-    e = setup.experiment(tiny(trained / "a.txt", **same), tmp_path / "next")
+    e = setup.experiment(to_config(tiny(trained / "a.txt", **same)), tmp_path / "next")
     assert e.tokenizer.kind == "bytes"
 
 
 def test_more_steps_warn_if_they_change_the_learning_rate(copy, capsys):
     longer = {"steps": 5, "optim.schedule.kind": "constant"}
-    setup.experiment(tiny(copy / "a.txt", **longer), copy / "run")
+    setup.experiment(to_config(tiny(copy / "a.txt", **longer)), copy / "run")
     assert capsys.readouterr().err == ""
-    setup.experiment(tiny(copy / "a.txt", **{"steps": 5}), copy / "run")
+    setup.experiment(to_config(tiny(copy / "a.txt", **{"steps": 5})), copy / "run")
     assert "0.000868 instead of 0.0001" in capsys.readouterr().err
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from test_train import text, tiny  # noqa: F401 (a fixture)
 
-from efx.config.load import config_of_run
+from efx.config.load import config_of_run, to_config
 from efx.configs import mod
 from efx.layers import flops
 from efx.logging import read_metrics
@@ -120,7 +120,7 @@ def flops_of(experiment, stages):
 
 
 def test_capacity_goes_through_its_stages(staged):
-    e = setup.experiment(config_of_run(staged))
+    e = setup.experiment(to_config(config_of_run(staged)))
     assert [stage.start for stage in e.stages] == [0, 2, 4]
     rows = training_rows(staged)
     # (selected and predicted / predicted) * (predicted / all) / (selected and predicted / selected)
@@ -164,7 +164,7 @@ def test_a_stage_has_thresholds_of_its_own(text, tmp_path):  # noqa: F811
 
 def test_nominal_flops_of_stages_decide_the_steps(text):  # noqa: F811
     config = tiny(text, **STAGES | {"steps": 0, "train_flops": 1e10})
-    e = setup.experiment(config)
+    e = setup.experiment(to_config(config))
     assert e.flops(e.steps) == pytest.approx(1e10, rel=0.02)
     assert e.flops(0) == 0
     assert e.flops(1) == e.stages[0].ledger.train_flops(e.tokens_per_step)

@@ -14,6 +14,7 @@ import pytest
 from run_files import TINY, tiny
 
 from efx.checkpoint import manifest
+from efx.config.load import to_config
 from efx.logging import read_metrics
 from efx.parallel import signals
 from efx.train import setup, trainer
@@ -83,7 +84,7 @@ def test_sigterm_saves_and_the_next_launch_makes_up_for_the_evaluation(
     params = [jax.tree.leaves(setup.finished(config, run)[2]) for run in (straight, broken)]
     jax.tree.map(np.testing.assert_array_equal, *params)
     for run in (straight, broken):
-        with setup.checkpointer(run, setup.run_settings.check(config).checkpoint) as checkpoints:
+        with setup.checkpointer(run, to_config(config).checkpoint) as checkpoints:
             assert checkpoints.best_step() == 2
 
 

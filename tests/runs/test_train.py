@@ -17,7 +17,7 @@ from efx.configs import common
 from efx.logging import read_metrics
 from efx.parallel import sharding
 from efx.sampling import TextSampler
-from efx.train import optim, setup, trainer
+from efx.train import optim, run_log, setup, trainer
 from efx.train import step as step_lib
 from efx.train.evaluator import Evaluator
 
@@ -291,7 +291,7 @@ def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys, monk
         return evaluate(*arguments)
 
     monkeypatch.setattr(Evaluator, "__call__", evaluate_slowly)
-    monkeypatch.setattr(trainer, "device_peak", lambda dtype: 1e12)
+    monkeypatch.setattr(run_log, "device_peak", lambda dtype: 1e12)
     config = tiny(text, **changes)
     with devices.only(2):
         row = trainer.train_and_evaluate(config, tmp_path / "run")

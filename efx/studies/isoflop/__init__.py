@@ -57,6 +57,7 @@ import pathlib
 import shlex
 
 from efx import io, run_dir
+from efx.config.load import to_config
 from efx.errors import UsageError
 from efx.logging import portion, tables
 from efx.studies import cli, rehearsal
@@ -262,7 +263,7 @@ class Runs:
         for point in points:
             models.setdefault((point.run.family, point.run.size), point.run)
         steppers = {
-            model: step_time.Stepper(config, setup.setup(config).tokenizer.vocab_size)
+            model: step_time.Stepper(config, setup.setup(to_config(config)).tokenizer.vocab_size)
             for model, run in models.items()
             for config in grid_lib.configs(self.grid, self.workdir, [run], self.extra).values()
         }

@@ -76,7 +76,7 @@ _OWN = [name for name in _FIELDS if name not in ("run", "settings", "source", "c
 def deciding(config):
     """{dotted key: plain value} of the settings that decide what a run of this config computes,
     without its seed. config: nested plain dict."""
-    from efx.train.trainer import MAY_DIFFER
+    from efx.train.run_files import MAY_DIFFER
 
     plain = run_dir.dotted(json.loads(json.dumps(config)))
     free = re.compile("|".join(MAY_DIFFER))

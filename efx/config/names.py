@@ -1,0 +1,71 @@
+"""Dotted names of settings, and suggestions for unknown ones."""
+
+from efx.errors import UsageError, nearest
+
+# Names of settings in other programs. No setting of efx has such a name.
+OTHER_NAMES = {
+    "steps": "max_steps num_steps n_steps total_steps train_steps max_iters n_iters",
+    "data.batch_size": "batch bs train_batch_size global_batch_size per_device_train_batch_size",
+    "data.seq_len": "seq_length seqlen sequence_length max_seq_len max_seq_length max_length"
+    " block_size context_length context_len n_ctx",
+    "data.source": "dataset dataset_path data_path",
+    "model.width": "dim d_model model_dim hidden_size n_embd embed_dim embedding_dim emb_dim",
+    "model.depth": "n_layer n_layers num_layers num_hidden_layers layers",
+    "model.attention.num_heads": "heads n_head n_heads num_attention_heads",
+    "model.attention.num_kv_heads": "kv_heads n_kv_head n_kv_heads num_key_value_heads",
+    "model.mlp.hidden": "d_ff ff_dim ffn_dim d_mlp mlp_dim intermediate_size ffn_hidden_size",
+    "model.mlp.moe.num_experts": "n_experts num_local_experts n_routed_experts",
+    "model.dropout.rate": "dropout dropout_rate dropout_p p_dropout",
+    "optim.name": "optimizer optimiser",
+    "optim.learning_rate": "lr max_lr peak_lr base_lr init_lr",
+    "optim.weight_decay": "wd",
+    "optim.b1": "beta1 adam_beta1",
+    "optim.b2": "beta2 adam_beta2",
+    "optim.clip_norm": "grad_clip gradient_clip clip_grad clip_grad_norm max_grad_norm",
+    "optim.schedule.kind": "lr_schedule lr_scheduler lr_scheduler_type",
+    "optim.schedule.warmup_steps": "warmup warmup_iters num_warmup_steps lr_warmup_steps",
+    "train.accumulation": "grad_accum gradient_accumulation gradient_accumulation_steps"
+    " accumulate_grad_batches",
+    "train.dtype": "precision compute_dtype",
+}
+_SETTING_OF = {other: key for key, others in OTHER_NAMES.items() for other in others.split()}
+
+
+def is_block(value):
+    """Whether a value of a config is a block of settings or another mapping."""
+    return hasattr(value, "keys")
+
+
+def setting_names(config, name="config"):
+    """Yield the dotted names of all settings in a nested mapping called `name`."""
+    for key in config:
+        inner = f"{name}.{key}"
+        yield from setting_names(config[key], inner) if is_block(config[key]) else [inner]
+
+
+def value_of(config, key):
+    """The value or block of a dotted key; UsageError if there is none."""
+    block, name = config, "config"
+    for part in key.split("."):
+        if not is_block(block):
+            raise UsageError(f"config.{key}: {name} is a value, not a block of settings")
+        name = f"{name}.{part}"
+        if part not in block:
+            raise unknown_setting(name, block, config)
+        block = block[part]
+    return block
+
+
+def unknown_setting(name, block, config):
+    """UsageError for `name`: suggests the same key of another block, or the nearest in `block`."""
+    key = name.rpartition(".")[2]
+    suggestion = full_name(key, config)
+    hint = f" (did you mean {suggestion!r}?)" if suggestion else nearest(key, block)
+    return UsageError(f"{name} is not a setting{hint}")
+
+
+def full_name(key, config):
+    """The shortest name of a setting that ends in `key`, or is `key` in another program; or ""."""
+    default = f"config.{_SETTING_OF[key]}" if key in _SETTING_OF else ""
+    matches = (name for name in setting_names(config) if name.endswith(f".{key}"))
+    return min(matches, key=len, default=default)

@@ -1,0 +1,107 @@
+"""Checks of the runs that a config names (initialisation, teacher, members) and of its own run."""
+
+from efx import io, run_dir
+from efx.config.load import config_of_run, to_config
+from efx.data import tokenizers
+from efx.data.tokenizers import load_tokenizer
+from efx.errors import UsageError
+
+# Settings of config.data that decide the text, and those that decide its held-out part.
+_SOURCES = ("source", "eval_source")
+_SPLIT = ("eval_fraction", "split", "withhold", "max_bytes", "document_bytes", "text_key")
+TEXT_SETTINGS = (*_SOURCES, *_SPLIT)
+
+
+def check_runs(config, planned=()):
+    """UsageError unless the runs for initialisation and for members of the model exist.
+
+    Args:
+      planned: run directories that do not exist yet.
+    """
+    named = [("init.run", config.init.run)] if config.init.run else []
+    named += [(f"model.{key}", run) for key, run in config.model.member_runs]
+    for key, run in named:
+        if run in planned:
+            continue
+        folder = io.folder(run, f"config.{key}")
+        if not run or not folder.is_dir():
+            raise UsageError(f"config.{key}={run!r}: there is no such run directory")
+        if not (folder / run_dir.CONFIG_FILE).is_file():
+            raise UsageError(
+                f"config.{key}={run!r}: not a run directory, it has no {run_dir.CONFIG_FILE}"
+            )
+
+
+def config_of_single_model(run, key):
+    """The `Config` of a run; UsageError, naming the setting `key`, if its model has members."""
+    config = to_config(config_of_run(run, key), io.folder(run) / run_dir.CONFIG_FILE)
+    if config.model.member_runs:
+        raise UsageError(f"{key}={run}: a model composed of other runs; use a run of one model")
+    return config
+
+
+def saved_tokenizer(config, workdir="", planned=()):
+    """Path of the tokenizer of the run in `workdir`, else of `init.run`, else of the first member.
+
+    None without such a run, or if that run is only planned.
+
+    Args:
+      planned: {run directory: `Config`} of runs that do not exist yet.
+    Raises: UsageError if the config names another tokenizer than `init.run` or the first member.
+    """
+    named = [("--workdir", workdir), ("config.init.run", config.init.run)]
+    named += [(f"config.model.{key}", run) for key, run in config.model.member_runs[:1]]
+    for name, run in named:
+        path = run and run not in planned and run_dir.saved_tokenizer(io.folder(run))
+        if run and (run in planned or path):
+            if name != "--workdir":
+                check_tokenizer(config, name, run, planned)
+            return path or None
+    return None
+
+
+def check_tokenizer(config, name, run, planned=()):
+    """UsageError unless `config.data.tokenizer` is the tokenizer of another run.
+
+    Args:
+      name: flag or setting that names the run. planned: see `saved_tokenizer`.
+    """
+    spec = config.data.tokenizer
+    if run in planned:
+        theirs = planned[run].data.tokenizer
+        # Whether two tokenizer files are the same shows when they exist.
+        if "file" in (tokenizers.parse(spec)[0], tokenizers.parse(theirs)[0]):
+            return
+        path = None
+    else:
+        theirs, path = run_dir.recorded_setting(run, "data.tokenizer"), run_dir.saved_tokenizer(run)
+    if spec != theirs and not (path and is_tokenizer(spec, load_tokenizer(path))):
+        raise UsageError(
+            f"config.data.tokenizer={spec!r}: {name}={run} was trained with {theirs!r}; use "
+            f"--config.data.tokenizer={theirs}"
+        )
+
+
+def is_tokenizer(spec, tokenizer):
+    """Whether `config.data.tokenizer` names a tokenizer by its file or as bytes."""
+    is_local = tokenizers.parse(spec)[0] in ("bytes", "file")
+    return is_local and tokenizers.ready(spec).fingerprint == tokenizer.fingerprint
+
+
+def recorded_text(config_data, workdir):
+    """(`Data.origin` recorded by the run in `workdir` or None, whether the config names that text).
+
+    Raises: UsageError if the same text would be split differently: training text would be scored.
+    """
+    if not run_dir.holds_result(workdir):
+        return None, True
+    recorded = {key: run_dir.recorded_setting(workdir, f"data.{key}") for key in TEXT_SETTINGS}
+    is_same = all(getattr(config_data, key) == recorded[key] for key in _SOURCES)
+    for key in _SPLIT if is_same else ():
+        if getattr(config_data, key) != recorded[key]:
+            raise UsageError(
+                f"config.data.{key}: {recorded[key]!r} in the run, {getattr(config_data, key)!r} "
+                "here; this would score training text. To evaluate a whole other text, use "
+                "--config.data.eval_source=text:PATH"
+            )
+    return run_dir.recorded_origin(workdir), is_same

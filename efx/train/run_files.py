@@ -1,0 +1,189 @@
+"""The files of a launch: a run directory that is checked first and opened after all checks."""
+
+import jax
+
+from efx import io, run_dir
+from efx.config import schema
+from efx.config.load import completed
+from efx.errors import UsageError
+from efx.logging import MetricsWriter
+from efx.logging.progress import is_primary
+from efx.logging.writer import WANDB_ID_FILE, WRITTEN, check_wandb, samples_path
+from efx.parallel import multihost
+from efx.train import setup
+
+# The settings that a later launch of the same run may change.
+MAY_DIFFER = (
+    r"steps",
+    r"train_flops",
+    r"log\..*",
+    r"checkpoint\..*",
+    r"evaluate\..*",
+    r"sample\..*",
+    r"mesh\..*",
+    r"rules",
+    r"data\.(source|eval_source)",  # files may move: their contents are compared
+    r"data\.cache_dir",
+    r"data\.subset",
+    r"data\.on_change",
+    r"cluster\..*",
+    r"ensemble\..*",
+    r"train\.max_nonfinite",
+    r"train\.teacher",  # a directory may move: its parameters are compared
+    r"train\.loss_chunk",
+    r"model\.remat",
+    r"model\.vocab_multiple",
+    r"model\.attention\.(chunk|kernel)",
+)
+
+
+class RunFiles:
+    """The run directory of a launch. The constructor checks the config and writes nothing.
+
+    Args:
+      config: `Config`. lock: the `run_dir.Lock` of the directory.
+    Attributes:
+      workdir: its path. is_new: whether there is no checkpoint to resume.
+      writer, mirror, record: see `open`.
+    """
+
+    def __init__(self, config, workdir, command_line, lock):
+        self.workdir, self._config, self._lock = io.folder(workdir), config, lock
+        self._command_line = list(command_line)
+        self.is_new = self._check_directory().is_new
+        if config.log.wandb:
+            multihost.run_on_primary(workdir, lambda: check_wandb(config.log.wandb))
+
+    def _check_directory(self):
+        return run_dir.open_run(
+            self.workdir,
+            schema.as_dict(self._config),
+            command_line=self._command_line,
+            may_differ=MAY_DIFFER,
+            completed=completed,
+        )
+
+    def check_text(self, data):
+        """UsageError if the text or its subset is not the run's. Paths may differ, contents not."""
+        if self.is_new:
+            return
+        record, c = run_dir.run_record(self.workdir), self._config.data
+        for key in ("source", "eval_source"):
+            moved = getattr(c, key) != run_dir.recorded_setting(self.workdir, f"data.{key}")
+            if moved and "text" in record and data.origin[key] != record["text"][key]:
+                raise UsageError(
+                    f"config.data.{key}={getattr(c, key)}: --workdir={self.workdir} was trained on "
+                    "another text; use the same text, or another --workdir"
+                )
+        if record.get("subset") != data.subset:
+            raise UsageError(
+                f"config.data.subset={c.subset!r}: selects other documents than the run in "
+                f"--workdir={self.workdir}; use the run's subset, or another --workdir"
+            )
+
+    def open(self, stack, step, data, origin, teacher_origin):
+        """Take the lock, record this launch, and open the metrics.
+
+        Sets `mirror`, the `io.Mirror` of the directory; `writer`, its `MetricsWriter`; and
+        `record`, for checkpoints.
+
+        Args:
+          stack: ExitStack that closes the files. step: of the resume.
+          origin, teacher_origin: of the initial parameters and of the teacher, or None.
+        """
+        self._lock.take()
+        opened = self._check_directory()
+        if opened.is_new != self.is_new:
+            raise UsageError(
+                f"--workdir={self.workdir}: another launch trained there during the start of "
+                "this one; rerun the command"
+            )
+        c = self._config.log
+
+        def open_metrics():
+            names = WRITTEN if is_primary() else ()
+            self.mirror = stack.enter_context(io.Mirror(self.workdir, names))
+            writer = MetricsWriter(
+                self.mirror.path,
+                tensorboard=c.tensorboard,
+                wandb=self._wandb_arguments(),
+                resume_step=None if self.is_new else step,
+            )
+            self.writer = stack.enter_context(writer)
+
+        if jax.process_index() != 0:
+            open_metrics()  # which writes nothing
+        multihost.run_on_primary(self.workdir, open_metrics)
+        held_out, text = run_dir.text_entries(data.origin)
+        saved = run_dir.saved_tokenizer(self.workdir)
+        tokenizer = saved.read_text(encoding="utf-8") if saved else data.tokenizer.to_json()
+        entries = {
+            "text": text,
+            "tokenizer": run_dir.checksum(tokenizer),
+            "subset": data.subset,
+            "origin": origin,
+            "teacher": teacher_origin,
+        }
+        contents = {run_dir.HELD_OUT_FILE: held_out, run_dir.TOKENIZER_FILE: tokenizer}
+        if not c.wandb:
+            contents[WANDB_ID_FILE] = None
+        self.record = opened.commit(contents, **{k: v for k, v in entries.items() if v})
+        self.writer.truncate_after(-1 if self.is_new else step)
+
+    def _wandb_arguments(self):
+        """Arguments of `wandb.init`; None without Weights & Biases."""
+        c = self._config.log
+        if not c.wandb:
+            return None
+        return {
+            "project": c.wandb,
+            "name": run_dir.run_name(self.workdir, self._command_line),
+            "group": c.wandb_group or None,
+            "tags": list(c.wandb_tags),
+            "config": schema.as_dict(self._config),
+        }
+
+    def missing_work(self, step, last_step):
+        """`missing_work` as process 0 sees it."""
+
+        def is_missing(name):
+            return int(name in missing_work(self._config, self.mirror.path, step, last_step))
+
+        names = ("evaluate", "sample")
+        return [n for n in names if multihost.run_on_primary(self.workdir, lambda: is_missing(n))]  # noqa: B023
+
+
+def is_finished(config, workdir):
+    """Whether a launch with this `Config` has no work: the run is at its last step, evaluated and
+    sampled, with a finite loss."""
+    step, meta = run_dir.newest_meta(workdir)
+    if step is None or meta.get("last_step") != step:
+        return False
+    changed = run_dir.check_config(workdir, schema.as_dict(config), MAY_DIFFER, completed)
+    if changed.keys() & {"steps", "train_flops"} or missing_work(config, workdir, step, step):
+        return False
+    row = row_of(workdir, step)
+    return row["eval/loss"] is not None and not row.get("train/nonfinite_run")
+
+
+def due_at(config, step, last_step):
+    """The work due after a step, a part of ["checkpoint", "evaluate", "sample"] in this order."""
+    every = {name: getattr(config, name).every for name in ("checkpoint", "evaluate", "sample")}
+    if step == last_step:
+        return ["checkpoint", "evaluate"] + ["sample"] * bool(every["sample"])
+    return [name for name in every if step and every[name] and step % every[name] == 0]
+
+
+def missing_work(config, workdir, step, last_step):
+    """The part of ["evaluate", "sample"] that is due at a step and has no output on disk."""
+    folder, due = io.folder(workdir), due_at(config, step, last_step)
+    is_missing = {
+        "evaluate": "eval/loss" not in row_of(workdir, step),
+        "sample": not samples_path(folder, step).exists(),
+    }
+    return [name for name in is_missing if name in due and is_missing[name]]
+
+
+def row_of(workdir, step):
+    """The row of a step in a run's metrics; {} without one."""
+    return next((row for row in setup.read_rows(workdir) if row["step"] == step), {})

@@ -1,0 +1,190 @@
+"""The log of a launch: rows of metrics, FLOPs, training time, a profile, and lines for the user."""
+
+import contextlib
+import time
+
+import jax
+
+from efx.layers.flops import count_params, device_peak
+from efx.logging import MetricsBuffer, duration, mean_of, quantity
+from efx.train.evaluator import cut
+
+# Logged at their latest value; other metrics are averaged over the steps since the last row.
+COUNTS = ("train/nonfinite_total", "train/nonfinite_run")
+
+
+class Stopwatch:
+    """Seconds of training since `start`, without those inside `paused`."""
+
+    def __init__(self, seconds=0.0):
+        self._seconds, self._since = seconds, None
+
+    def start(self):
+        self._since = time.monotonic()
+
+    def seconds(self):
+        return self._seconds + (0.0 if self._since is None else time.monotonic() - self._since)
+
+    @contextlib.contextmanager
+    def paused(self):
+        self._seconds, self._since = self.seconds(), None
+        try:
+            yield
+        finally:
+            self.start()
+
+
+class RunLog:
+    """Collects the metrics of steps and writes a row at each multiple of `log.every`.
+
+    Attributes:
+      writer, progress: the `MetricsWriter` and `Progress` of the launch, set by the trainer.
+      watch: Stopwatch of the training. last_row: {name: number} of the newest row.
+    """
+
+    def __init__(self, experiment, parameter_shapes):
+        self.experiment, self.writer, self.progress = experiment, None, None
+        self._parameters = count_params(parameter_shapes)
+        # FLOP/s of all devices together; 0 if unknown.
+        self.peak = jax.device_count() * (device_peak(experiment.config.train.dtype) or 0.0)
+        self.watch, self.last_row = Stopwatch(), {}
+        self._buffer, self._rows = MetricsBuffer(), []  # _rows: of the steps since the last row
+        self._written_at = 0.0  # seconds of training at the last row
+        self._resumed = None  # (step, recorded FLOPs) of the resume
+        self._profile_start = None  # the first profiled step
+
+    def resume(self, step, meta):
+        """Continue the time and FLOPs recorded in a checkpoint's `meta`."""
+        self.watch = Stopwatch(meta["seconds"])
+        self._written_at, self._resumed = meta["seconds"], (step, meta["flops"])
+
+    def flops(self, step, nominal=True):
+        """Training FLOPs up to `step`.
+
+        Steps before a resume keep their recorded FLOPs: another number of steps moves the stages.
+        """
+        e, total = self.experiment, self.experiment.flops(step, nominal)
+        if self._resumed is None:
+            return total
+        resumed_at, recorded = self._resumed
+        return total + (
+            recorded["nominal" if nominal else "realised"] - e.flops(resumed_at, nominal)
+        )
+
+    def meta(self, step):
+        """Time and FLOPs for a checkpoint."""
+        flops = {"nominal": self.flops(step), "realised": self.flops(step, nominal=False)}
+        return {"seconds": self.watch.seconds(), "flops": flops}
+
+    def push(self, step, metrics):
+        """Queue the metrics of a dispatched step, as device arrays."""
+        self._buffer.push(step, metrics)
+
+    def collect(self, wait=False):
+        """Write the rows that are due.
+
+        Args:
+          wait: include the newest step, which the device may still compute.
+        Returns: [(step, {name: number})] of the collected steps.
+        """
+        c, collected = self.experiment.config.log, []
+        for step, metrics in self._buffer.pop_all() if wait else self._buffer.pop_ready():
+            self._rows.append(metrics)
+            collected.append((step, metrics))
+            if step % c.every == 0 or step == self.experiment.steps:
+                self._write_row(step)
+        return collected
+
+    def _write_row(self, step):
+        e, now, flops = self.experiment, self.watch.seconds(), self.flops(step)
+        steps_per_second = len(self._rows) / max(now - self._written_at, 1e-9)
+        row = mean_of(self._rows) | {name: self._rows[-1][name] for name in COUNTS}
+        row |= {
+            "tokens": step * e.tokens_per_step,
+            "flops": flops,
+            "flops_realised": self.flops(step, nominal=False),
+            "seconds": now,
+            "tokens_per_second": steps_per_second * e.tokens_per_step,
+            "flops_per_second": steps_per_second * (flops - self.flops(step - 1)),
+        }
+        if self.peak:
+            row["mfu"] = row["flops_per_second"] / self.peak
+        if e.teacher is not None:
+            row["flops_teacher"] = step * e.teacher_flops(nominal=False)
+        self._rows, self._written_at = [], now
+        self.write(step, row)
+        self.progress.update(
+            step,
+            loss=row["train/loss"],
+            tokens_per_second=row["tokens_per_second"],
+            flops=row["flops"],
+            flops_per_second=row["flops_per_second"],
+        )
+
+    def write(self, step, metrics):
+        """Add metrics to the row of a step."""
+        self.writer.write(step, metrics)
+        self.last_row.update(metrics, step=step)
+
+    def update_profile(self, step, folder):
+        """Start or stop the profiler before the step after `step`."""
+        c = self.experiment.config.log
+        if c.profile_at and step == c.profile_at:
+            # Processes of one host would write the same files.
+            process = f"process_{jax.process_index()}" if jax.process_count() > 1 else ""
+            jax.profiler.start_trace(str(folder / "profile" / process))
+            self._profile_start = step
+        if step == c.profile_at + c.profile_steps:
+            self.end_profile(step)
+
+    def end_profile(self, step):
+        """Write the profile of the steps up to `step`, if one is being recorded."""
+        if self._profile_start is not None:
+            jax.profiler.stop_trace()
+            count, self._profile_start = step - self._profile_start, None
+            self.progress.println(f"profile of {count} step{'s' * (count != 1)} written")
+
+    # ---- lines for the user ----------------------------------------------------------------------
+
+    def print_start(self, workdir, step):
+        """Print the sizes of the run."""
+        e, data, devices = self.experiment, self.experiment.data, jax.device_count()
+        heading = f"resuming {workdir} at step {step}" if step else str(workdir)
+        text = "training tokens (still tokenising)"
+        if not data.grows:
+            text = quantity(data.train_tokens, "training tokens")
+        teacher = ""
+        if e.teacher is not None:
+            flops = quantity(e.teacher_flops(), "FLOPs")
+            teacher = f" (including {flops} for the teacher, {e.config.train.teacher})"
+        self.progress.println(
+            f"{heading}: {quantity(self._parameters, 'parameters')}, {text}, {e.steps} steps of "
+            f"{e.tokens_per_step} tokens, {quantity(e.flops(e.steps) / e.steps, 'FLOPs')} a step"
+            f"{teacher}, {devices} {jax.devices()[0].device_kind} device{'s' * (devices > 1)}"
+        )
+        if data.origin["of"] != data.origin["source"]:  # split by an earlier text
+            self.progress.println(f"held out: {data.held_out_of()}")
+
+    def print_first_step(self, step, started, compile_seconds, attention):
+        """Print and log the start-up time.
+
+        Args:
+          started: `time.monotonic()` of the command's start. attention: records of its kernels.
+        """
+        total = time.monotonic() - started
+        kernels = sorted({choice["kernel"] for choice in attention})
+        by = f"; attention by {', '.join(kernels)}" if kernels else ""
+        self.progress.println(
+            f"first step after {total:.1f} s (compiling {compile_seconds:.1f} s){by}"
+        )
+        self.write(step, {"startup_seconds": total, "parameters": self._parameters})
+
+    def print_end(self, step):
+        """Print the totals of a finished run."""
+        e, row = self.experiment, self.last_row
+        self.progress.println(
+            f"finished: {step} steps, {quantity(step * e.tokens_per_step, 'tokens')}, "
+            f"{quantity(self.flops(step), 'FLOPs')} in {duration(self.watch.seconds())} of "
+            f"training, held-out loss {row['eval/loss']:.4f} nats "
+            f"({row['eval/bits_per_byte']:.4f} bits per byte){cut(row)}"
+        )
