@@ -71,9 +71,6 @@ _LIBRARIES = (
     "ml-collections",
     "tokenizers",
 )
-# What runs and their evaluations put into a folder, which may be that of their text.
-WRITTEN = {CHECKPOINTS, "samples", "tensorboard", "profile", "lm_eval", "clusters"}
-WRITTEN |= {CONFIG_FILE, RUN_FILE, METRICS_FILE, HELD_OUT_FILE, TOKENIZER_FILE}
 _ABSENT = "(absent)"  # stands for a key that only the other config has
 _SHOWN = 6  # differing keys named in an error before "and N more"
 
@@ -93,11 +90,6 @@ class Home:
         self._config_seen = self._config_seen or config.exists()
         if self._config_seen:
             os.stat(config)
-
-
-def is_run(folder):
-    """Whether a local folder is that of a run, by the names of its files."""
-    return all(os.path.isfile(os.path.join(folder, name)) for name in (CONFIG_FILE, RUN_FILE))
 
 
 def recorded_config(workdir, setting="--workdir"):

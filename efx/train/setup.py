@@ -396,8 +396,8 @@ def _begin(config, workdir, splits):
         seed=config.seed,
         tokenizer_path=tokenizer_path,
         splits=splits,
-        run_origin=run_origin,
-        same_text=same_text,
+        recorded_origin=run_origin,
+        is_recorded_text=same_text,
     )
     return data, mesh, rules
 
