@@ -141,7 +141,7 @@ FAULTS = [
     ("mesh: MLPs are not split", "efx/parallel/sharding.py",
      "    (\"mlp\", \"tensor\"),\n", "    (\"mlp\", None),\n", "runs/test_sharding.py"),
     # ---- data
-    ("data: each epoch in one order", "efx/data/pipeline.py",
+    ("data: each epoch in one order", "efx/data/windows.py",
      "np.random.default_rng([self._seed, epoch])", "np.random.default_rng([self._seed])",
      "data/test_data.py"),
     ("packing: one document a row", "efx/data/packing.py",

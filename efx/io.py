@@ -1,7 +1,7 @@
 """Files and folders, on a disk or in an object store: addresses, checked reads, atomic writes.
 
 An object store holds whole objects: no locks, no renames, no appending. A run directory there is
-written through a local copy (`Mirror`); text there is read through one (`remote_files`).
+written through a local copy (`Mirror`); text there is read through one (`efx.data.sources`).
 """
 
 import contextlib
@@ -10,7 +10,6 @@ import functools
 import json
 import os
 import pathlib
-import re
 import shutil
 import stat
 import sys
@@ -175,39 +174,6 @@ def rename_folder(source, target):
     for name in store.find(old):
         store.cp_file(name, new + name.removeprefix(old))
         store.rm_file(name)
-
-
-def remote_files(pattern, named):
-    """([(address, what changes with its content)], fetch) of the files at an address: those that
-    match, or all below a folder. `fetch(address, path)` copies one to a local file. named: the
-    setting and its value."""
-    store = _store(pattern, named)
-    try:
-        pattern = pattern.rstrip("/")
-        top = re.split(r"/[^/]*[*?[]", pattern)[0]
-        store.info(top)  # which says why it cannot be read; a search only finds nothing
-        found = [pattern] if top == pattern else store.glob(pattern)
-        files = {}
-        for address in found:
-            files |= store.find(address, detail=True)
-    except FileNotFoundError:
-        files = {}
-    except Exception as error:  # see `_opened`
-        raise unreachable(named, error) from error
-    if not files:
-        raise UsageError(f"{named}: no such file or folder, or nothing matches")
-    listed = [
-        (name, [info["size"], str(info.get("etag") or info.get("mtime") or "")])
-        for name, info in sorted(files.items())
-    ]
-
-    def fetch(address, path):
-        try:
-            store.get_file(address, str(path))
-        except Exception as error:  # see `_opened`
-            raise unreachable(named, error) from error
-
-    return listed, fetch
 
 
 class Mirror:

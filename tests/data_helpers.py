@@ -53,7 +53,7 @@ def counting_data(folder, length, eval_length=None, *, seed=3, files=1, **change
 
 
 def write_letters(tmp_path):
-    """A text of 400 characters in which no 4 consecutive ones occur twice."""
+    """Write a text of 400 characters in which no 4 consecutive ones occur twice."""
     pairs = itertools.product("abcdefghijklmnopqrst", repeat=2)
     path = tmp_path / "letters.txt"
     path.write_text("".join(a + b for a, b in pairs if a != b)[:400])
@@ -80,16 +80,13 @@ def write_records(path, records):
     writer.close()
 
 
-class MemorySource:
+def memory_source(texts):
     """A source whose documents are the bytes `texts`."""
 
-    name = "documents"
+    def documents():
+        return (sources.Document(str(i), text) for i, text in enumerate(texts) if text)
 
-    def __init__(self, texts):
-        self._texts = texts
-
-    def documents(self):
-        return (sources.Document(str(i), text) for i, text in enumerate(self._texts) if text)
+    return sources.Source("documents", None, documents)
 
 
 def read_documents(source, tmp_path, **changes):
@@ -140,15 +137,13 @@ def same(left, right):
 def served_data_set(tmp_path):
     """A Hugging Face data set of a.jsonl and b.jsonl, in `tmp_path`, behind an HTTP server.
 
-    Yields (source, server); the next `server.failures` reads of b.jsonl break off.
+    Yields (source, server); while `server.is_down`, reads of b.jsonl break off.
     """
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def do_GET(self):
             # The library probes a file by requests without a range before it reads it.
-            reads = self.path == "/b.jsonl" and "Range" in self.headers
-            if reads and self.server.failures > 0:
-                self.server.failures -= 1
+            if self.server.is_down and self.path == "/b.jsonl" and "Range" in self.headers:
                 self.close_connection = True
             else:
                 super().do_GET()
@@ -158,7 +153,7 @@ def served_data_set(tmp_path):
 
     handler = functools.partial(Handler, directory=tmp_path)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        server.failures = 0
+        server.is_down = False
         threading.Thread(target=server.serve_forever).start()
         try:
             address = f"http://127.0.0.1:{server.server_port}"

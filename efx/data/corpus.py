@@ -87,7 +87,7 @@ def load_corpus(name, key, pieces, tokenizer, root, splits=SPLITS):
       key: hash of everything that `pieces` depends on.
       pieces: function without arguments: ("train" or "eval", name, bytes) of each document or piece
         of one; called if the text is not in the cache.
-      splits: which of the two it yields.
+      splits: which of the two to tokenise; other pieces are skipped.
     """
     key = content_key("tokens", _VERSION, key, tokenizer.fingerprint)
 
@@ -120,9 +120,10 @@ def _tokenise(folder, source_name, pieces, tokenizer, splits):
 
     def documents():
         for split, name, data in pieces:
-            split_of_document.append(split)
-            text_bytes[split] += len(data)
-            yield name, data
+            if split in splits:
+                split_of_document.append(split)
+                text_bytes[split] += len(data)
+                yield name, data
 
     files = {split: open(folder / f"{split}.bin", "wb") for split in splits}
     try:
@@ -146,3 +147,13 @@ def _tokenise(folder, source_name, pieces, tokenizer, splits):
         np.save(folder / f"{split}_spans.npy", np.array(spans[split], np.int64))
     info = {"dtype": dtype.str, "text_bytes": text_bytes}
     (folder / "info.json").write_text(json.dumps(info))
+
+
+def check_length(seq_len, split, name, tokens):
+    """UsageError unless a split has the tokens of one row and the target of its last one."""
+    if tokens < seq_len + 1:
+        raise UsageError(
+            f"config.data.seq_len={seq_len}: the {SPLIT_NAMES[split]} of {name} has {tokens} "
+            f"tokens, and one row needs {seq_len + 1} (seq_len + 1); lower config.data.seq_len, or "
+            "use a longer text"
+        )

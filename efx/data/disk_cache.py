@@ -4,8 +4,8 @@ An entry is built in a temporary folder and renamed, so that a reader sees all o
 Its manifest holds sizes and checksums; an entry that does not match them is built again.
 """
 
-import concurrent.futures
 import contextlib
+import fcntl
 import functools
 import hashlib
 import json
@@ -13,7 +13,6 @@ import logging
 import os
 import shutil
 import tempfile
-import urllib.parse
 import zlib
 from pathlib import Path
 
@@ -22,12 +21,10 @@ from efx.errors import UsageError
 
 log = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
-_BLOCK = 4 << 20
-_FILE_BLOCKS = 64  # blocks of a file that have a checksum, evenly spaced
-_ENTRY_BLOCKS = 256  # blocks of an entry that are compared when it is opened
-_DOWNLOADS = 8  # at a time
-_REMEMBER_FROM = 64 << 20  # bytes; smaller files are hashed again
+_MANIFEST = ".manifest.json"
+_BLOCK = 1 << 20  # bytes
+_CHECKED_BLOCKS = 16  # of a file, evenly spaced
+_REMEMBER_FROM = 64 << 20  # bytes; what smaller files contain is computed again
 
 
 def cache_root(cache_dir):
@@ -45,36 +42,7 @@ def content_key(*contents):
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def fetched(named, address, root):
-    """The folder in the cache with copies of the files at an address of an object store.
-
-    A copy is named by the quoted path of its file. All are made again when a file has changed.
-
-    Args:
-      named: the setting and its value, for messages.
-    """
-    listed, fetch = io.remote_files(address, named)
-
-    def build(folder):
-        gigabytes = sum(size for _, (size, _) in listed) / 1e9
-        free = shutil.disk_usage(folder).free / 1e9
-        if gigabytes > free:
-            raise UsageError(
-                f"{named}: {gigabytes:.1f} GB do not fit into the cache {folder.parent} "
-                f"({free:.1f} GB free); choose another config.data.cache_dir, or use the path of "
-                "the mounted bucket"
-            )
-        log.info("copying %s: %.1f GB, to %s", named, gigabytes, folder.parent)
-        top = os.path.commonpath([os.path.dirname(remote) for remote, _ in listed])
-
-        def copy(remote):
-            name = urllib.parse.quote(os.path.relpath(remote, top), safe="")
-            fetch(remote, folder / (name if name != MANIFEST else f"%6D{name[1:]}"))
-
-        with concurrent.futures.ThreadPoolExecutor(_DOWNLOADS) as pool:
-            list(pool.map(copy, [remote for remote, _ in listed]))
-
-    return cached_folder(root, "fetched", content_key(address, listed), build)
+# ---- entries -------------------------------------------------------------------------------------
 
 
 def cached_folder(root, kind, key, build):
@@ -91,12 +59,11 @@ def cached_folder(root, kind, key, build):
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with locked(root / kind / f"{key}.lock") as is_locked:
-            if _is_intact(folder):
-                return folder
             if is_locked:  # the processes that left these are dead
                 for abandoned in folder.parent.glob(f"{key}.tmp-*"):
                     shutil.rmtree(abandoned, ignore_errors=True)
-            _build(folder, key, build)
+            if not _is_intact(folder):
+                _build(folder, build)
     except OSError as error:
         raise not_writable(root, error) from error
     return folder
@@ -110,18 +77,17 @@ def not_writable(root, error):
     )
 
 
-def _build(folder, key, build):
-    temporary = Path(tempfile.mkdtemp(prefix=f"{key}.tmp-", dir=folder.parent))
+def _build(folder, build):
+    temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
     try:
         build(temporary)
         files = {path.name: checksums(path) for path in sorted(temporary.iterdir())}
-        (temporary / MANIFEST).write_text(json.dumps(files))
-        if folder.exists():
-            if _is_intact(folder):  # built meanwhile by a process without a lock
-                return
+        (temporary / _MANIFEST).write_text(json.dumps(files))
+        if folder.exists() and not _is_intact(folder):
             log.warning("the cache entry %s is damaged; building it again", folder)
             shutil.rmtree(folder)
-        os.rename(temporary, folder)
+        if not folder.exists():  # else a process without a lock has built it
+            os.rename(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -130,58 +96,42 @@ def _build(folder, key, build):
 def locked(path, wait=True):
     """Hold an exclusive lock on the file `path`.
 
-    Yields True; False if the file system has no locks; None if `wait` is False and another process
-    holds the lock.
+    Yields:
+      Whether this process holds it: False if the file system has no locks, or if `wait` is False
+      and another process holds it.
     """
-    with open(path, "w") as file:
+    with open(path, "w") as file:  # closing it releases the lock
         try:
-            import fcntl  # not on Windows
-
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield None
-        except (ImportError, OSError):
-            yield False
-        else:
-            yield True  # closing the file releases the lock
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_locked = True
+        except OSError:
+            is_locked = False
+        yield is_locked
 
 
 def checksums(path):
     """[size of a file, CRC-32 of each checked block]"""
     size = path.stat().st_size
-    return [size, *(_checksum(path, start) for start in _checked_blocks(size))]
-
-
-def _checked_blocks(size):
-    """First bytes of the blocks that have a checksum in a file of `size` bytes."""
-    return [i * _BLOCK for i in _evenly_spaced(-(-size // _BLOCK), _FILE_BLOCKS)]
-
-
-def _evenly_spaced(count, limit):
-    """At most `limit` of the numbers 0..count-1, evenly spaced, including the first and last."""
-    selected = min(count, limit)
-    return [i * (count - 1) // max(selected - 1, 1) for i in range(selected)]
-
-
-def _checksum(path, start):
+    blocks = -(-size // _BLOCK)
+    count = min(blocks, _CHECKED_BLOCKS)
+    sums = [size]
     with open(path, "rb") as file:
-        file.seek(start)
-        return zlib.crc32(file.read(_BLOCK))
+        for i in range(count):
+            file.seek(i * (blocks - 1) // max(count - 1, 1) * _BLOCK)
+            sums.append(zlib.crc32(file.read(_BLOCK)))
+    return sums
 
 
 def _is_intact(folder):
-    """Whether all files have the sizes of the manifest, and the compared blocks its checksums."""
+    """Whether all files have the sizes and the checksums of the manifest."""
     try:
-        files, blocks = json.loads((folder / MANIFEST).read_text()), []
-        for name, (size, *sums) in files.items():
-            path = folder / name
-            if path.stat().st_size != size:
-                return False
-            blocks += [(path, *block) for block in zip(_checked_blocks(size), sums, strict=True)]
-        compared = (blocks[i] for i in _evenly_spaced(len(blocks), _ENTRY_BLOCKS))
-        return all(_checksum(path, start) == crc for path, start, crc in compared)
+        files = json.loads((folder / _MANIFEST).read_text())
+        return all(checksums(folder / name) == sums for name, sums in files.items())
     except (OSError, ValueError):
         return False
+
+
+# ---- values --------------------------------------------------------------------------------------
 
 
 def remember(root, key, compute):
@@ -198,41 +148,25 @@ def remember(root, key, compute):
     return value
 
 
-def remember_for_file(root, path, quantity, compute):
-    """`compute()` about the file `path`; remembered for large files until size or mtime change."""
-    if os.stat(path).st_size < _REMEMBER_FROM:
-        return compute()
-    return remember(root, content_key(quantity, *_file_state(path)), compute)
+def remember_for_files(root, paths, quantity, compute):
+    """`compute()` about files; remembered, if they are large together, until one changes.
 
-
-def _file_state(path):
-    stat = os.stat(path)
-    return os.path.abspath(path), stat.st_size, stat.st_mtime_ns, stat.st_ino
-
-
-def file_digests(root, files):
-    """Hexadecimal hashes of the first `size` bytes of each (path, size) in `files`.
-
-    Remembered for each large file, and for all files if they are large together.
+    Args:
+      quantity: JSON-able name of the value.
     """
-
-    def compute():
-        return [
-            remember_for_file(root, path, ["digest", size], functools.partial(_digest, path, size))
-            for path, size in files
-        ]
-
-    states = [(size, _file_state(path)) for path, size in files]
-    if sum(file_size for _, (_, file_size, *_) in states) < _REMEMBER_FROM:
+    stats = [(os.path.abspath(path), os.stat(path)) for path in paths]
+    if sum(stat.st_size for _, stat in stats) < _REMEMBER_FROM:
         return compute()
-    states = [[path, size, *rest] for size, (path, *rest) in states]
-    return remember(root, content_key("digests", states), compute)
+    states = [[path, stat.st_size, stat.st_mtime_ns, stat.st_ino] for path, stat in stats]
+    return remember(root, content_key(quantity, states), compute)
 
 
-def _digest(path, size):
-    digest = hashlib.blake2b(digest_size=16)
+def file_digests(root, paths):
+    """Hexadecimal hash of the content of each file."""
+    return remember_for_files(root, paths, "digests", lambda: [_digest(path) for path in paths])
+
+
+def _digest(path):
     with open(path, "rb") as file:
-        while size > 0 and (block := file.read(min(size, _BLOCK))):
-            digest.update(block)
-            size -= len(block)
-    return digest.hexdigest()
+        new_hash = functools.partial(hashlib.blake2b, digest_size=16)
+        return hashlib.file_digest(file, new_hash).hexdigest()

@@ -2,7 +2,7 @@
 
     progress.json     for each file its tokens, position in the text and checksums; whether the text
                       is complete
-    00000.bin ...     token ids; all files but the last hold equally many
+    00000.bin ...     token ids; all files but the last have equally many
     tokenizer.json    the tokenizer that makes them
 
 A separate process (`main`) writes the files in the order of the text, a bounded number of tokens
@@ -60,7 +60,7 @@ class Progress:
     def read(cls, folder):
         """The progress of a folder; none if progress.json is absent or damaged."""
         with contextlib.suppress(OSError, ValueError, KeyError):
-            stored = json.loads((folder / "progress.json").read_text())
+            stored = io.read_json(folder / "progress.json")
             if stored["sum"] == content_key(stored["value"]):
                 return cls(tuple(stored["value"]["shards"]), stored["value"]["finished"])
         return cls()
@@ -71,13 +71,13 @@ class Progress:
         text = json.dumps({"sum": content_key(value), "value": value})
         io.write_text(folder / "progress.json", text)
 
-    def up_to_damage(self, folder):
+    def before_damage(self, folder):
         """The progress before the first damaged file: all sizes and some checksums are compared."""
         checked = set(np.linspace(0, len(self.shards) - 1, _CHECKED_SHARDS).astype(int))
         for number, (*_, (size, *sums)) in enumerate(self.shards):
             path = _path(folder, number)
-            intact = path.exists() and path.stat().st_size == size
-            if not intact or (number in checked and checksums(path) != [size, *sums]):
+            is_intact = path.exists() and path.stat().st_size == size
+            if not is_intact or (number in checked and checksums(path) != [size, *sums]):
                 return Progress(self.shards[:number])
         return self
 
@@ -103,22 +103,22 @@ class GrowingTokens:
         self._folder = root / "growing" / key
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            # If another process holds the lock, it has checked the files.
             with locked(self._folder / "lock", wait=False) as is_locked:
-                if is_locked is not None:  # a process that holds the lock has checked the files
-                    Progress.read(self._folder).up_to_damage(self._folder).write(self._folder)
+                if is_locked:
+                    Progress.read(self._folder).before_damage(self._folder).write(self._folder)
             tokenizer.save(self._folder / "tokenizer.json")
         except OSError as error:
             raise not_writable(root, error) from error
         self._progress = Progress.read(self._folder)
         self._writer, self._requested = None, 0
-        job = {
+        self._job = {
             "config_data": {**dataclasses.asdict(config_data), "on_change": "error"},
             "origin": origin,
             "folder": str(self._folder),
             "root": str(root),
             "shard_tokens": self._shard_tokens,
         }
-        self._job = (json.dumps(job) + "\n").encode()
 
     def __len__(self):
         """Tokens so far."""
@@ -135,9 +135,13 @@ class GrowingTokens:
             self._request(_TOKENS_AHEAD)
 
     def wait(self, count):
-        """Wait for `count` tokens or the end of the text; return the number of tokens.
+        """Wait for `count` tokens or the end of the text.
 
-        Raises UsageError if the text cannot be read, PassingError if the writer was killed.
+        Returns:
+          The number of tokens.
+
+        Raises:
+          UsageError: the text cannot be read; PassingError if the writer was killed.
         """
         while not self.finished:
             self._request(count + _TOKENS_AHEAD)
@@ -157,15 +161,15 @@ class GrowingTokens:
         if self._writer is None:
             self._writer = _start_writer()
             weakref.finalize(self, _stop_writer, self._writer)
-            self._send(self._job)
+            self._send(json.dumps(self._job))
         # Only when half of the tokens ahead may be used up.
         if not self._requested or count > self._requested + _TOKENS_AHEAD // 2:
             self._requested = count
-            self._send(f"{count}\n".encode())
+            self._send(str(count))
 
     def _send(self, line):
         with contextlib.suppress(BrokenPipeError):  # `wait` reports that the writer ended
-            self._writer.stdin.write(line)
+            self._writer.stdin.write(f"{line}\n".encode())
             self._writer.stdin.flush()
 
     def _failure(self, status):
@@ -273,8 +277,11 @@ class Writer:
         yield dataclasses.replace(progress, finished=True)
 
     def _document_ids(self, progress):
-        """Yield (document number, tokens of it in the files, its other tokens) from the end of the
-        files on; the end-of-document id precedes every document but the first."""
+        """Yield the documents from the end of the files on, as (document number, number of its
+        tokens in the files, its other tokens).
+
+        The end-of-document id precedes every document but the first.
+        """
         first, offset = progress.shards[-1][1:3] if progress.shards else (0, 0)
         is_first, eot = progress.tokens == offset, self._tokenizer.eot
         documents = itertools.islice(self._open_documents(), first, None)
@@ -288,10 +295,9 @@ class Writer:
 
     def _add_shard(self, progress, parts, position):
         path = _path(self._folder, len(progress.shards))
-        ids = np.concatenate(parts).astype(self._dtype)
-        with io.replacing(path) as part:
-            part.write_bytes(ids.data)
-        shard = [len(ids), *position, checksums(path)]
+        with io.replacing(path) as temporary:
+            temporary.write_bytes(np.concatenate(parts).astype(self._dtype).data)
+        shard = [sum(map(len, parts)), *position, checksums(path)]
         return dataclasses.replace(progress, shards=(*progress.shards, shard))
 
 

@@ -1,16 +1,16 @@
-"""Which text is held out: decided once for a run, written down, and looked up after that.
+"""The split into training and held-out text: decided once for a run and recorded with it.
 
-The split is of the text, before any tokenizer sees it, so that it is the same for every tokenizer
-and a trained tokenizer never sees held-out text. It is decided from the whole text, so a text that
-has changed since would be split elsewhere, and what was held out would be trained on. Therefore a
-decision is plain data that a run keeps:
+Text is split before it is tokenised, so the split is the same for every tokenizer, and a tokenizer
+is never trained on held-out text. A changed text would be split elsewhere and held-out text would
+be trained on, so a run records its decision as plain data:
 
     {"bytes": [from, to], "sum": hash of these bytes}    split="tail"
     {"documents": [hash of each document]}               split="documents"
 
-and `pieces` splits any text by it that still holds those bytes in that place, or those documents.
+`pieces` splits by it every text that still has these bytes in this place, or these documents.
 """
 
+import dataclasses
 import hashlib
 import logging
 
@@ -22,29 +22,30 @@ from efx.errors import UsageError
 log = logging.getLogger(__name__)
 
 _STRIDE = 1 << 24  # bytes counted at a time
-# Of a text that is trained on before all of it is read, documents are held out that begin here.
+# With config.data.shuffle=buffer only documents that begin in these first bytes are held out:
+# training begins before the whole text is read.
 HEAD_BYTES = 1 << 26
 
 
-class Head:
-    """The documents of a source that begin in its first HEAD_BYTES."""
+def head_of(source):
+    """The Source of the documents that begin in the first HEAD_BYTES of a source."""
 
-    def __init__(self, source):
-        self.name, self._source = source.name, source
-
-    def documents(self):
-        """Yields the Documents; reads no further."""
+    def documents():
         offset = 0
-        for document in self._source.documents():
+        for document in source.documents():
             yield document
             offset += len(document.data)
             if offset >= HEAD_BYTES:
                 return
 
+    return dataclasses.replace(source, documents=documents)
 
-def held_out_in_head(pieces):
-    """The `pieces` of a whole source without held-out ones that begin behind its head: the same
-    text is there before, where it is scored."""
+
+def drop_held_out_behind_head(pieces):
+    """The `pieces` of a whole source without held-out ones that begin behind its head.
+
+    The same text is in the head, where it is scored.
+    """
     offset = 0
     for split, name, data in pieces:
         if split == "train" or offset < HEAD_BYTES:
@@ -52,12 +53,29 @@ def held_out_in_head(pieces):
         offset += len(data)
 
 
-def decide(source, method, eval_fraction):
-    """What is held out of `source`, as above.
+def drop_documents_of(heldout, pieces, name):
+    """The `pieces` of the source `name` without the documents of the source `heldout`."""
+    digests = {document_digest(document.data) for document in heldout.documents()}
+    dropped = 0
+    for split, document_name, data in pieces:
+        if document_digest(data) in digests:
+            dropped += 1
+        else:
+            yield split, document_name, data
+    if dropped:
+        log.info("%s: %d documents of %s are excluded from training", name, dropped, heldout.name)
 
-    `tail`: the first int((1 - eval_fraction) * n) of all n characters are for training.
-    `documents`: whole documents, picked by their hash until their bytes come nearest to
-    eval_fraction of all; documents with the same text are always on the same side.
+
+def decide(source, method, eval_fraction):
+    """Decide what is held out of a source.
+
+    Args:
+      method: "tail": the first int((1 - eval_fraction) * n) of all n characters are for training;
+        "documents": whole documents are held out, in the order of their hashes, until their bytes
+        come nearest to eval_fraction of all. Documents with the same text are on the same side.
+
+    Returns:
+      The decision, see above.
     """
     if method == "tail":
         return _decide_tail(source, eval_fraction)
@@ -75,45 +93,31 @@ def decide(source, method, eval_fraction):
 
 
 def pieces(source, decision):
-    """Yields ("train" or "eval", name, bytes) for each document, or piece of one, in order.
+    """Yield ("train" or "eval", name, bytes) for each document, or piece of one, in order.
 
-    Raises UsageError, after the last piece, if the text that was held out is no longer in `source`
-    unchanged: a caller that stores the pieces then has to discard them.
+    Args:
+      decision: see above; None: everything is for training.
+
+    Raises:
+      UsageError: after the last piece, if the text that was held out is no longer in `source`
+        unchanged: a caller that stores the pieces then has to discard them.
     """
-    if "bytes" in decision:
-        yield from _pieces_tail(source, decision)
+    if decision and "bytes" in decision:
+        yield from _tail_pieces(source, decision)
         return
-    heldout = {bytes.fromhex(digest) for digest in decision["documents"]}
+    heldout = {bytes.fromhex(digest) for digest in decision["documents"]} if decision else set()
     present = set()
     for document in source.documents():
         digest = document_digest(document.data)
-        split = "eval" if digest in heldout else "train"
-        present.update({digest} & heldout)
-        yield split, document.name, document.data
+        if digest in heldout:
+            present.add(digest)
+        yield "eval" if digest in heldout else "train", document.name, document.data
     if len(present) < len(heldout):
         _refuse_changed(
             source,
             f"{len(heldout) - len(present)} of its {len(heldout)} held-out documents were "
             "removed or changed in length",
         )
-
-
-def all_pieces(source, split):
-    """Yields (part, name, bytes) for every document."""
-    for document in source.documents():
-        yield split, document.name, document.data
-
-
-def without_documents_of(heldout, pieces, name):
-    """The `pieces` of the source `name` without the documents of the source `heldout`."""
-    digests, dropped = {document_digest(document.data) for document in heldout.documents()}, 0
-    for split, document_name, data in pieces:
-        if document_digest(data) in digests:
-            dropped += 1
-        else:
-            yield split, document_name, data
-    if dropped:
-        log.info("%s: %d documents of %s are excluded from training", name, dropped, heldout.name)
 
 
 def _refuse_changed(source, problem):
@@ -125,8 +129,11 @@ def _refuse_changed(source, problem):
 
 
 def _pick(sizes, eval_fraction):
-    """Digests of the documents to hold out, at least one and never all of `sizes` (digest ->
-    bytes)."""
+    """Digests of the documents to hold out: at least one, and never all.
+
+    Args:
+      sizes: {digest: bytes}.
+    """
     target, picked_bytes, picked = eval_fraction * sum(sizes.values()), 0, set()
     for digest in sorted(sizes):
         size = sizes[digest]
@@ -140,9 +147,7 @@ def _pick(sizes, eval_fraction):
 
 
 def _decide_tail(source, eval_fraction):
-    # Characters are counted as bytes that do not continue one, so that text which is not UTF-8
-    # can be split as well.
-    counts = [(_characters(document.data), len(document.data)) for document in source.documents()]
+    counts = [(_count_characters(d.data), len(d.data)) for d in source.documents()]
     total = sum(count for count, _ in counts)
     remaining = int((1 - eval_fraction) * total)
     if not 0 < remaining < total:
@@ -150,7 +155,7 @@ def _decide_tail(source, eval_fraction):
             f"config.data.eval_fraction={eval_fraction}: one split of {source.name} ({total} "
             "characters) would be empty; use another fraction or a longer text"
         )
-    offset, start, digest = 0, 0, _digest()
+    offset, start, digest = 0, 0, hashlib.blake2b(digest_size=16)
     for document, (count, size) in zip(source.documents(), counts, strict=True):
         if remaining > 0:  # the held-out tail begins in this document, at its end, or later
             start = offset + (size if count <= remaining else _offset_of(document.data, remaining))
@@ -160,43 +165,40 @@ def _decide_tail(source, eval_fraction):
     return {"bytes": [start, offset], "sum": digest.hexdigest()}
 
 
-def _pieces_tail(source, decision):
+def _tail_pieces(source, decision):
     start, stop = decision["bytes"]
-    offset, digest = 0, _digest()
+    offset, digest = 0, hashlib.blake2b(digest_size=16)
     for document in source.documents():
-        data, name = document.data, document.name
-        edges = [min(max(edge - offset, 0), len(data)) for edge in (start, stop)]
-        before, heldout, after = data[: edges[0]], data[edges[0] : edges[1]], data[edges[1] :]
+        data = document.data
+        begin, end = (min(max(edge - offset, 0), len(data)) for edge in (start, stop))
+        before, heldout, after = data[:begin], data[begin:end], data[end:]
         offset += len(data)
         digest.update(heldout)
         for split, piece in (("train", before), ("eval", heldout), ("train", after)):
             if piece:
-                yield split, name, piece
+                yield split, document.name, piece
     if offset < stop or digest.hexdigest() != decision["sum"]:
         _refuse_changed(source, f"its held-out bytes {start} to {stop} have changed")
 
 
-def _digest():
-    return hashlib.blake2b(digest_size=16)
+# Characters are counted as bytes that do not continue one, so that text which is not UTF-8 can be
+# split as well.
 
 
-def _begins(data):
-    """Whether each byte begins a character."""
+def _begins_character(data):
     return (np.frombuffer(data, np.uint8) & 0xC0) != 0x80
 
 
-def _characters(data):
-    return sum(
-        int(np.count_nonzero(_begins(data[i : i + _STRIDE]))) for i in range(0, len(data), _STRIDE)
-    )
+def _count_characters(data):
+    strides = (data[i : i + _STRIDE] for i in range(0, len(data), _STRIDE))
+    return sum(int(np.count_nonzero(_begins_character(stride))) for stride in strides)
 
 
 def _offset_of(data, character):
-    """Offset of the byte that begins the character of this number (counted from 0)."""
+    """Offset of the first byte of the character of this number (counted from 0)."""
     for i in range(0, len(data), _STRIDE):
-        begins = _begins(data[i : i + _STRIDE])
-        count = int(np.count_nonzero(begins))
-        if character < count:
-            return i + int(np.flatnonzero(begins)[character])
-        character -= count
+        begins = np.flatnonzero(_begins_character(data[i : i + _STRIDE]))
+        if character < len(begins):
+            return i + int(begins[character])
+        character -= len(begins)
     return len(data)

@@ -1,7 +1,7 @@
-"""The texts that a `config.data` block names: opened, split, made tokens.
+"""The texts that a `config.data` block names: opened, split, and tokenised.
 
 There are one or two: `source`, and `eval_source` if the held-out split is a text of its own. Each
-holds documents (`sources`) or tokens (`shards`).
+has documents (`sources.Source`) or tokens (`shards.TokenShards`).
 """
 
 import logging
@@ -19,259 +19,241 @@ log = logging.getLogger(__name__)
 class OpenedTexts:
     """The texts of a `config.data` block and what is held out of them.
 
+    With config.data.shuffle="buffer" only `training_pieces` reads the whole source: the held-out
+    documents, and a tokenizer that is trained on the source, depend on its head alone.
+
     Args:
       config_data: the block.
       splits: which of "train" and "eval" are needed; a text that neither needs is not opened.
-      run_origin, same_text: see `pipeline.load`.
+      recorded_origin, is_recorded_text: see `pipeline.load`.
 
     Attributes:
       source, eval_source: opened texts; None where there is none, or it is not needed.
       origin: what a run records about them, JSON-able: "source" and "eval_source", hashes of their
         content or None; "held_out", which part of the source is held out (see `held_out.decide` and
         `TokenShards.decide`), None if it is the eval_source instead; "of", the hash of the content
-        that this was decided by.
+        for which this was decided.
       subset: the Subset that the training split is limited to, or None.
 
-    With config.data.shuffle="buffer" nothing but `training_pieces` reads the whole of the source:
-    what is held out, and a tokenizer that is made of it, is decided by its head.
-
-    Raises UsageError for what cannot be opened, and for a text that has changed.
+    Raises:
+      UsageError: a text cannot be opened, or has changed.
     """
 
-    def __init__(self, config_data, splits=SPLITS, run_origin=None, same_text=True):
-        self._config, self._root = config_data, cache_root(config_data.cache_dir)
-        self._splits, self.grows = splits, config_data.shuffle == "buffer"
+    def __init__(self, config_data, splits=SPLITS, recorded_origin=None, is_recorded_text=True):
+        c = config_data
+        self._config, self._root, self._splits = c, cache_root(c.cache_dir), splits
+        self.grows = c.shuffle == "buffer"
         self.source = self.eval_source = self.subset = None
-        if config_data.eval_source and splits:
+        if c.eval_source and splits:
             self.eval_source = self._open("eval_source")
         if "train" in splits or ("eval" in splits and not self.eval_source):
             self.source = self._open("source")
-        self.origin = {name: text and text.identity() for name, text in self._texts()}
+        texts = {"source": self.source, "eval_source": self.eval_source}
+        self._texts = {key: text for key, text in texts.items() if text}
+        self.origin = {key: text and text.identity() for key, text in texts.items()}
         self.origin |= {"of": None, "held_out": None}
-        if run_origin and same_text:
-            self._refuse_changes(run_origin)
+        if recorded_origin and is_recorded_text:
+            self._refuse_changes(recorded_origin)
         if not self.source:
             return
+        if self.eval_source:
+            self._refuse_shared_tokens()
+        if not self.eval_source or c.withhold:
+            self.origin |= self._decision(recorded_origin, is_recorded_text)
+        self.subset = Subset.load(c.subset) if c.subset else None
+
+    def _open(self, key):
+        c, spec, setting = self._config, getattr(self._config, key), f"config.data.{key}"
+        kind, argument = sources.parse(spec, setting)
+        if kind != "tokens":
+            return sources.open_source(c, self._root, key)
+        limit = c.max_bytes if key == "source" else 0
+        return shards.TokenShards(f"{setting}={spec!r}", argument, limit, self._root)
+
+    def _refuse_changes(self, recorded):
+        """UsageError if a text is not the one that the run recorded."""
+        for key, text in self._texts.items():
+            is_known = self.origin[key] == recorded[key]
+            remedy = "restore the old text, or use another --workdir"
+            if key == "source":
+                is_known |= self.origin[key] == recorded["of"]
+                is_known |= self._config.on_change == "keep_split"
+                remedy += (
+                    ", or resume with --config.data.on_change=keep_split to keep the held-out "
+                    "text and train on everything else"
+                )
+            if not is_known:
+                raise UsageError(
+                    f"{text.name} has changed since the run started (content "
+                    f"{str(recorded[key])[:8]} then, {self.origin[key][:8]} now): {remedy}"
+                )
+
+    def _refuse_shared_tokens(self):
+        """UsageError if tokens of the eval_source are trained on, too.
+
+        Documents of both texts are dropped from training; shards have no documents.
+        """
         if self.origin["source"] == self.origin["eval_source"]:
             raise UsageError(
                 f"{self.eval_source.name} has the same text as {self.source.name}: no text "
                 "remains for training; use another eval_source"
             )
         if is_tokens(self.source) and is_tokens(self.eval_source):
-            self._refuse_shards_of_both()
-        if not self.eval_source or config_data.withhold:
-            self.origin |= self._held_out(run_origin, same_text)
-        self.subset = Subset.load(config_data.subset) if config_data.subset else None
-
-    def _texts(self):
-        return (("source", self.source), ("eval_source", self.eval_source))
-
-    def _open(self, key):
-        c, setting = self._config, f"config.data.{key}"
-        kind, argument = sources.parse(getattr(c, key), setting)
-        if kind != "tokens":
-            return sources.open_source(c, self._root, key)
-        limit = c.max_bytes if key == "source" else 0
-        return shards.TokenShards(f"{setting}={getattr(c, key)!r}", argument, limit, self._root)
-
-    def _refuse_shards_of_both(self):
-        # Documents of both texts are left out of training; shards are not documents.
-        if name := self.eval_source.trained_on_in(self.source):
-            raise UsageError(
-                f"{self.eval_source.name}: {name} is also a training shard of "
-                f"{self.source.name}; select other training shards with a pattern"
-            )
-
-    def _refuse_changes(self, run_origin):
-        for key, text in self._texts():
-            if text is None or self.origin[key] in (
-                run_origin[key],
-                key == "source" and run_origin["of"],
-            ):
-                continue
-            if key == "source" and self._config.on_change == "keep_split":
-                continue
-            way_out = "restore the old text, or use another --workdir"
-            if key == "source":
-                way_out += (
-                    ", or resume with --config.data.on_change=keep_split to keep the held-out "
-                    "text and train on everything else"
+            if name := self.eval_source.find_training_shard_of(self.source):
+                raise UsageError(
+                    f"{self.eval_source.name}: {name} is also a training shard of "
+                    f"{self.source.name}; select other training shards with a pattern"
                 )
-            raise UsageError(
-                f"{text.name} has changed since the run started (content "
-                f"{str(run_origin[key])[:8]} then, {self.origin[key][:8]} now): {way_out}"
-            )
 
-    def _held_out(self, run_origin, same_text):
+    def _decision(self, recorded, is_recorded_text):
         """The entries "of" and "held_out": those of the run, or new ones for a new text."""
         c, identity = self._config, self.origin["source"]
-        if run_origin and run_origin["held_out"]:
-            if same_text or identity in (run_origin["source"], run_origin["of"]):
-                return {"of": run_origin["of"], "held_out": run_origin["held_out"]}
+        if recorded and recorded["held_out"]:
+            if is_recorded_text or identity in (recorded["source"], recorded["of"]):
+                return {"of": recorded["of"], "held_out": recorded["held_out"]}
         if is_tokens(self.source):
-            decision = self.source.decide(c.split, c.eval_fraction)
-        else:
-            key = content_key("split", identity, c.split, c.eval_fraction, *self._of_head())
-            decision = remember(self._root, key, self._decide)
-        return {"of": identity, "held_out": decision}
+            return {"of": identity, "held_out": self.source.decide(c.split, c.eval_fraction)}
 
-    def _decide(self):
-        source = held_out.Head(self.source) if self.grows else self.source
-        decision = held_out.decide(source, self._config.split, self._config.eval_fraction)
-        self._check_unchanged("source")
-        return decision
+        def decide():
+            source = held_out.head_of(self.source) if self.grows else self.source
+            decision = held_out.decide(source, c.split, c.eval_fraction)
+            self._check_unchanged("source")
+            return decision
 
-    def pieces(self):
-        """Yields ("train" or "eval", name, bytes) for every document or piece of one, in order."""
-        if self.source:
-            yield from self._of_source()
-        if self.eval_source and not is_tokens(self.eval_source):
-            yield from self._of_eval_source()
+        key = content_key("split", identity, c.split, c.eval_fraction, *self._head_key())
+        return {"of": identity, "held_out": remember(self._root, key, decide)}
 
-    def _of_eval_source(self):
-        return self._while_unchanged("eval_source", held_out.all_pieces(self.eval_source, "eval"))
-
-    def training_pieces(self):
-        """Yields (name, bytes) for every document or piece of one that is for training."""
-        return ((name, data) for split, name, data in self._of_source() if split == "train")
-
-    def _of_source(self, head=False):
-        decision, source = self.origin["held_out"], self.source
-        source = held_out.Head(source) if head else source
-        if decision:
-            pieces = held_out.pieces(source, decision)
-        else:
-            pieces = held_out.all_pieces(source, "train")
-        if self.grows:
-            pieces = held_out.held_out_in_head(pieces)
-        if self.eval_source:  # what is held out of the source is neither trained on nor scored
-            pieces = (piece for piece in pieces if piece[0] == "train")
-            if not is_tokens(self.eval_source):
-                pieces = held_out.without_documents_of(self.eval_source, pieces, self.source.name)
-        pieces = self.subset.pick(pieces) if self.subset else pieces
-        return self._while_unchanged("source", pieces)
-
-    def _while_unchanged(self, key, pieces):
-        """`pieces`, then a UsageError if the text has changed since it was hashed."""
-        yield from pieces
-        self._check_unchanged(key)
-
-    def _of_head(self):
-        """What is part of the key of all that is made of the head of the source alone."""
+    def _head_key(self):
+        """Part of the keys of everything that is made of the head of the source alone."""
         return ("head", held_out.HEAD_BYTES) if self.grows else ()
 
+    def pieces(self):
+        """Yield ("train" or "eval", name, bytes) for every document or piece of one, in order."""
+        if self.source:
+            yield from self._source_pieces()
+        if self.eval_source and not is_tokens(self.eval_source):
+            yield from self._eval_source_pieces()
+
+    def training_pieces(self):
+        """Yield (name, bytes) for every document or piece of one that is for training."""
+        return ((name, data) for split, name, data in self._source_pieces() if split == "train")
+
+    def _source_pieces(self):
+        return self._split_pieces(self.source)
+
+    def _head_pieces(self):
+        return self._split_pieces(held_out.head_of(self.source))
+
+    def _split_pieces(self, source):
+        """Yield the pieces of the source, or of its head; then check that the text is unchanged."""
+        pieces = held_out.pieces(source, self.origin["held_out"])
+        if self.grows:
+            pieces = held_out.drop_held_out_behind_head(pieces)
+        if self.eval_source:  # held-out pieces of the source are neither trained on nor scored
+            pieces = (piece for piece in pieces if piece[0] == "train")
+            if not is_tokens(self.eval_source):
+                pieces = held_out.drop_documents_of(self.eval_source, pieces, source.name)
+        yield from self.subset.select(pieces) if self.subset else pieces
+        self._check_unchanged("source")
+
+    def _eval_source_pieces(self):
+        for document in self.eval_source.documents():
+            yield "eval", document.name, document.data
+        self._check_unchanged("eval_source")
+
     def _check_unchanged(self, key):
-        text = getattr(self, key)
+        text = self._texts[key]
         if text.identity() != self.origin[key]:
             raise UsageError(
                 f"{text.name} changed while it was read; rerun the command when "
                 "it no longer changes"
             )
 
-    def key(self, split=""):
-        """Hash of all that `pieces` depends on; with split="eval" of the held-out text alone."""
-        names = ("eval_source",) if split == "eval" else ("source", "eval_source", "held_out")
-        chosen = self.subset.key if self.subset and split != "eval" else ""
-        return content_key(*(self.origin[name] for name in names), chosen)
+    def key(self):
+        """Hash of everything that `pieces` depends on."""
+        names = ("source", "eval_source", "held_out")
+        return content_key(
+            *(self.origin[name] for name in names), self.subset.key if self.subset else ""
+        )
 
     def tokenizer(self, path=None):
         """The tokenizer in the file `path`, or else the one that the config names."""
-        of_tokens = [text for _, text in self._texts() if is_tokens(text)]
-        of_shards = [_shard_tokenizer(text, self._config.tokenizer, path) for text in of_tokens]
-        if of_shards:
-            return of_shards[0]
+        texts = [text for text in self._texts.values() if is_tokens(text)]
+        if texts:
+            made = [_shard_tokenizer(text, self._config.tokenizer, path) for text in texts]
+            return made[0]
         if path is not None:
             return tokenizers.load_tokenizer(path)
         name, key, pieces = (self.source or self.eval_source).name, self.key(), self.pieces
         if self.grows and self.source:
-            key, pieces = content_key(key, *self._of_head()), self._of_head_of_source
+            key, pieces = content_key(key, *self._head_key()), self._head_pieces
         return corpus.make_tokenizer(self._config.tokenizer, name, key, pieces, self._root)
 
-    def streams(self, tokenizer):
-        """{"train" or "eval": stream.TokenSplit} of the texts that were opened."""
+    def token_splits(self, tokenizer):
+        """{"train" or "eval": TokenSplit} of the texts that were opened."""
         token_splits = {}
         if is_tokens(self.source):
-            token_splits = self.source.splits(self.origin["held_out"])
+            token_splits = self.source.token_splits(self.origin["held_out"])
         elif self.source and self.grows:
-            token_splits = self._growing(tokenizer)
+            token_splits = self._growing_splits(tokenizer)
         elif self.source:
-            splits = ("train",) if self.eval_source else SPLITS
             token_splits = corpus.load_corpus(
-                self.source.name, self.key(), self._of_source, tokenizer, self._root, splits
-            )
+                self.source.name, self.key(), self._source_pieces, tokenizer, self._root,
+                ("train",) if self.eval_source else SPLITS,
+            )  # fmt: skip
         if is_tokens(self.eval_source):
-            token_splits["eval"] = self.eval_source.all_shards()
+            token_splits["eval"] = self.eval_source.all_tokens()
         elif self.eval_source:
-            name, key, pieces = self.eval_source.name, self.key("eval"), self._of_eval_source
-            token_splits |= corpus.load_corpus(name, key, pieces, tokenizer, self._root, ("eval",))
+            token_splits |= corpus.load_corpus(
+                self.eval_source.name, self.origin["eval_source"], self._eval_source_pieces,
+                tokenizer, self._root, ("eval",),
+            )  # fmt: skip
         return token_splits
 
-    def _growing(self, tokenizer):
-        name, key, token_splits = self.source.name, self.key(), {}
+    def _growing_splits(self, tokenizer):
+        name, token_splits = self.source.name, {}
         if not self.eval_source and "eval" in self._splits:
-            of_head = content_key(key, *self._of_head())
+            key = content_key(self.key(), *self._head_key())
             token_splits = corpus.load_corpus(
-                name, of_head, self._held_out_of_head, tokenizer, self._root, ("eval",)
+                name, key, self._head_pieces, tokenizer, self._root, ("eval",)
             )
         if "train" in self._splits:
             tokens = growing.GrowingTokens(
-                name, key, tokenizer, self._root, self._config, self.origin
+                name, self.key(), tokenizer, self._root, self._config, self.origin
             )
             token_splits["train"] = TokenSplit(name, tokens)
         return token_splits
 
-    def _of_head_of_source(self):
-        return self._of_source(head=True)
 
-    def _held_out_of_head(self):
-        return (piece for piece in self._of_head_of_source() if piece[0] == "eval")
-
-
-def is_tokens(source):
-    """Whether a text is tokenised already."""
-    return isinstance(source, shards.TokenShards)
+def is_tokens(text):
+    """Whether an opened text is tokenised already."""
+    return isinstance(text, shards.TokenShards)
 
 
 def _shard_tokenizer(source, spec, tokenizer_path):
-    """The tokenizer of token shards, which has to be the one that made them."""
-    stored_path = source.tokenizer_path()
-    stored = None if stored_path is None else tokenizers.load_tokenizer(stored_path)
+    """The tokenizer of token shards: it has to be the one that made them.
+
+    Args:
+      tokenizer_path: tokenizer.json of a run, or None.
+    """
+    stored, stored_path = None, source.tokenizer_path()
+    if stored_path is not None:
+        stored = tokenizers.load_tokenizer(stored_path)
     if tokenizer_path is not None:
         name, tokenizer = str(tokenizer_path), tokenizers.load_tokenizer(tokenizer_path)
     else:
-        name = f"config.data.tokenizer={spec!r}"
-        tokenizer = tokenizers.ready(spec)
-        if tokenizer is None and stored is not None:
-            tokenizer = _stored_for(source, spec, stored)
-        if tokenizer is None:
-            raise UsageError(
-                f"{name} cannot be trained on {source.name}, a source of tokens without text; "
-                "use the path of the tokenizer.json of these tokens"
-            )
-    if stored is not None and stored.fingerprint != tokenizer.fingerprint:
+        name, tokenizer = f"config.data.tokenizer={spec!r}", tokenizers.ready(spec)
+        if tokenizer is None and stored and stored.kind == tokenizers.parse(spec)[0]:
+            tokenizer = stored
+            log.info("instead of %s, using %s (%d ids)", name, stored_path, stored.vocab_size)
+    if tokenizer is None:
+        raise UsageError(
+            f"{name} cannot be trained on {source.name}, a source of tokens without text; "
+            "use the path of the tokenizer.json of these tokens"
+        )
+    if stored and stored.fingerprint != tokenizer.fingerprint:
         raise UsageError(
             f"{name} is not the tokenizer of {source.name}; use config.data.tokenizer={stored_path}"
         )
     source.check_ids(tokenizer, name)
     return tokenizer
-
-
-def _stored_for(source, spec, stored):
-    """The tokenizer `stored` with token shards if `spec` would make one of its kind, else None."""
-    kind, size = tokenizers.parse(spec)
-    if stored.kind != kind:
-        return None
-    # A text with few pairs worth merging comes to fewer ids than were asked for, never to more.
-    if size is not None and stored.vocab_size > size:
-        raise UsageError(
-            f"config.data.tokenizer={spec!r}: the tokenizer of {source.name} has "
-            f"{stored.vocab_size} ids; use config.data.tokenizer={source.tokenizer_path()}"
-        )
-    log.info(
-        "instead of config.data.tokenizer=%r, using %s (%d ids), the tokenizer of %s",
-        spec,
-        source.tokenizer_path(),
-        stored.vocab_size,
-        source.name,
-    )
-    return stored

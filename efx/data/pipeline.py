@@ -1,7 +1,4 @@
-"""Batches: from `config.data` to what `train_step` takes, a function of (seed, step) alone."""
-
-import functools
-import operator
+"""Batches: from `config.data` to the input of `train_step`, a function of (seed, step) alone."""
 
 import numpy as np
 
@@ -13,11 +10,8 @@ from efx.data.disk_cache import content_key
 from efx.data.growing import GrowingTokens
 from efx.data.opened import OpenedTexts
 from efx.data.packing import Packing
-from efx.data.stream import count_bytes, documents_between
+from efx.data.stream import count_bytes
 from efx.errors import UsageError
-
-# Longer than any run: the training data never ends.
-_STEPS = 1 << 40
 
 
 def load(
@@ -26,22 +20,21 @@ def load(
     seed,
     tokenizer_path=None,
     splits=SPLITS,
-    run_origin=None,
-    same_text=True,
+    recorded_origin=None,
+    is_recorded_text=True,
 ):
-    """Opens the data that `config_data` describes; tokenises it if that is not in the cache.
+    """Open the data that `config_data` describes; tokenise it if it is not in the cache.
 
     Args:
       config_data: the `data` block of a config.
       seed: with the step, determines every batch; `config.seed` as a rule.
       tokenizer_path: tokenizer.json of a run, used in place of `config_data.tokenizer`.
-      splits: which of "train" and "eval" to load. What they do not need is not opened: for "eval"
-        alone no source beside an eval_source, for neither no text at all, unless the tokenizer has
-        to be made of it.
-      run_origin: `Data.origin` of the run whose data this is, None for a new one. What it held out
+      splits: which of "train" and "eval" to load. A text that they do not need is not opened,
+        unless the tokenizer has to be made of it.
+      recorded_origin: `Data.origin` that a run recorded; None for a new run. Text that it held out
         is held out again; a text that has changed is refused, but see config.data.on_change.
-      same_text: whether `config_data` names the text of that run. If not, its text gets a split of
-        its own, unless its content is the run's.
+      is_recorded_text: whether `config_data` names the text of that run. If not, its text is split
+        anew, unless its content is the run's.
 
     Returns:
       Data.
@@ -50,38 +43,21 @@ def load(
       UsageError: one line that names the key, value or file at fault.
     """
     c = make(DataConfig, config_data)
-    opened = OpenedTexts(c, splits if tokenizer_path else SPLITS, run_origin, same_text)
+    opened = OpenedTexts(c, splits if tokenizer_path else SPLITS, recorded_origin, is_recorded_text)
     tokenizer = opened.tokenizer(tokenizer_path)
     token_splits = {
-        split: token_split
-        for split, token_split in opened.streams(tokenizer).items()
-        if split in splits
+        split: tokens for split, tokens in opened.token_splits(tokenizer).items() if split in splits
     }
-    for split, token_split in token_splits.items():
-        if split == "train" and opened.grows:  # how long it is shows when it ends
-            continue
-        # A text that is held out as a whole may be shorter than a row.
-        shortest = 2 if split == "eval" and c.eval_source else c.seq_len + 1
-        if len(token_split.stream) < shortest:
-            raise _too_short(c.seq_len, split, token_split.name, len(token_split.stream))
-    streams = {split: token_split.stream for split, token_split in token_splits.items()}
-    with_spans = {
-        split: tokens for split, tokens in token_splits.items() if tokens.spans is not None
-    }
-    spans = {split: token_split.spans for split, token_split in with_spans.items()}
-    text_bytes = {split: token_split.text_bytes for split, token_split in with_spans.items()}
+    for split, tokens in token_splits.items():
+        # The length of a growing text is checked when it ends. A text that is held out as a whole
+        # may be shorter than a row.
+        if split == "eval" or not opened.grows:
+            seq_len = 1 if split == "eval" and c.eval_source else c.seq_len
+            corpus.check_length(seq_len, split, tokens.name, len(tokens.stream))
     key = content_key(opened.key(), tokenizer.fingerprint)
-    data = Data(c, seed, tokenizer, streams, spans, text_bytes, key)
-    data.subset, data.origin = opened.subset and opened.subset.key, opened.origin
+    data = Data(c, seed, tokenizer, token_splits, key)
+    data.origin, data.subset = opened.origin, opened.subset and opened.subset.key
     return data
-
-
-def _too_short(seq_len, split, name, tokens):
-    return UsageError(
-        f"config.data.seq_len={seq_len}: the {corpus.SPLIT_NAMES[split]} of {name} has {tokens}"
-        f" tokens, and one row needs {seq_len + 1} (seq_len + 1); lower config.data.seq_len, or"
-        " use a longer text"
-    )
 
 
 class Data:
@@ -95,8 +71,7 @@ class Data:
     Attributes:
       tokenizer: an efx tokenizer.
       vocab_size: number of token ids.
-      train_tokens, eval_tokens: tokens in the two splits, which have no text in common; 0 for a
-        split that was not loaded.
+      eval_tokens: tokens of the held-out split; 0 if it was not loaded.
       fingerprint: hash of the text, of how it is split, and of the tokenizer.
       subset: hash of the list that the training split is limited to, or None.
       origin: what a run records about its text, see `opened.OpenedTexts`.
@@ -104,64 +79,32 @@ class Data:
 
     subset = origin = None
 
-    def __init__(self, config, seed, tokenizer, streams, spans, text_bytes, key):
+    def __init__(self, config, seed, tokenizer, token_splits, fingerprint):
+        """token_splits: {"train" or "eval": TokenSplit}."""
         self.tokenizer, self.vocab_size = tokenizer, tokenizer.vocab_size
-        self.eval_tokens = len(streams.get("eval", ()))
-        self.fingerprint = key
-        self._config, self._streams, self._packings = config, streams, {}
-        self._spans, self._text_bytes = spans or {}, text_bytes or {}
-        self._bytes_per_token = {}
-        # 32 bits, which is what grain takes; hashed, so that neighbouring seeds have nothing in
-        # common (grain derives the order of epoch e from seed + e).
+        self.fingerprint = fingerprint
+        self._config, self._splits = config, token_splits
+        self._streams = {split: tokens.stream for split, tokens in token_splits.items()}
+        self.eval_tokens = len(self._streams.get("eval", ()))
+        self._packings, self._bytes_per_token = {}, {}
+        # 32 bits for grain; hashed, so that neighbouring seeds have nothing in common (grain
+        # derives the order of epoch e from seed + e).
         self._seed = int(content_key("order", int(seed))[:8], 16)
 
     @property
     def train_tokens(self):
-        """Tokens in the training split; those so far while it `grows`."""
+        """Tokens in the training split; those so far while it `grows`; 0 if it was not loaded."""
         return len(self._streams.get("train", ()))
 
     @property
     def grows(self):
-        """Whether the training split is still being tokenised: then the next batch may have to be
-        waited for."""
+        """Whether the training split is still being tokenised, so that a batch may have to wait."""
         tokens = self._streams.get("train")
         return isinstance(tokens, GrowingTokens) and not tokens.finished
 
     def documents(self, split):
         """int64[n, 2]: the first and last-plus-one token of each document of `split`."""
-        if split in self._spans:
-            return self._spans[split]
-        return documents_between(self._streams[split], self.tokenizer.eot)
-
-    def check_packing(self):
-        """UsageError if what is trained on, or scored, is nothing to pack."""
-        if "train" in self._streams and len(self.documents("train")) < 2:
-            raise UsageError(
-                "config.data.packing=True: the training split of "
-                f"config.data.source={self._config.source!r} is one document; set "
-                "config.data.packing=False"
-            )
-        for split in self._streams:
-            self._packing(split)
-
-    def _packing(self, split):
-        if split not in self._packings:
-            order = {"train": "length", "eval": "document"}[split]
-            packing = Packing(
-                self._streams[split],
-                self.documents(split),
-                self.tokenizer.eot,
-                self._config.seq_len,
-                order,
-                self._seed,
-            )
-            if not len(packing):
-                raise UsageError(
-                    f"config.data.packing=True: no document of the {corpus.SPLIT_NAMES[split]} "
-                    "has two tokens, the least for one prediction"
-                )
-            self._packings[split] = packing
-        return self._packings[split]
+        return self._splits[split].documents(self.tokenizer.eot)
 
     def tokens(self, split, start, stop):
         """int32[stop - start]: the tokens of `split` from `start` on."""
@@ -183,6 +126,39 @@ class Data:
             limit = f" of the documents that start in the first {first:,} bytes"
         return f"the held-out part ({description}){limit} of config.data.source={c.source!r}"
 
+    # ---- packing ---------------------------------------------------------------------------------
+
+    def check_packing(self):
+        """UsageError if there is nothing to pack."""
+        if "train" in self._streams and len(self.documents("train")) < 2:
+            raise UsageError(
+                "config.data.packing=True: the training split of "
+                f"config.data.source={self._config.source!r} is one document; set "
+                "config.data.packing=False"
+            )
+        for split in self._streams:
+            self._packing(split)
+
+    def _packing(self, split):
+        if split not in self._packings:
+            packing = Packing(
+                self._streams[split],
+                self.documents(split),
+                self.tokenizer.eot,
+                self._config.seq_len,
+                {"train": "length", "eval": "document"}[split],
+                self._seed,
+            )
+            if not len(packing):
+                raise UsageError(
+                    f"config.data.packing=True: no document of the {corpus.SPLIT_NAMES[split]} "
+                    "has two tokens, the least for one prediction"
+                )
+            self._packings[split] = packing
+        return self._packings[split]
+
+    # ---- bits per byte ---------------------------------------------------------------------------
+
     def scored_tokens(self, split):
         """Number of targets with weight 1 in one pass over `split` ("train" or "eval")."""
         if self._config.packing:
@@ -197,7 +173,7 @@ class Data:
         whole split are counted.
         """
         scored = self.scored_tokens(split)
-        # Every evaluation asks, and devices would wait until all of a long split is counted.
+        # Every evaluation calls this, and devices would wait until a long split is counted.
         if (split, scored) not in self._bytes_per_token:
             self._bytes_per_token[split, scored] = self._scored_bytes(split) / scored
         return self._bytes_per_token[split, scored]
@@ -206,14 +182,14 @@ class Data:
         """Bytes of text that the scored tokens of `split` stand for together."""
         stream, lengths = self._streams[split], self.tokenizer.byte_lengths()
         if lengths is None:
-            if split in self._text_bytes:
-                return self._text_bytes[split]
+            if self._splits[split].text_bytes is not None:
+                return self._splits[split].text_bytes
             texts = (
                 self.tokenizer.decode(array[i : i + (1 << 20)])
                 for array in stream.arrays()
                 for i in range(0, len(array), 1 << 20)
             )
-            return sum(len(t.encode("utf-8", "replace")) for t in texts)
+            return sum(len(text.encode("utf-8", "replace")) for text in texts)
         if not self._config.packing:
             return count_bytes(stream, lengths, start=1)
         total = count_bytes(stream, lengths)
@@ -222,46 +198,58 @@ class Data:
             total -= int(lengths[firsts].sum())
         return total
 
+    # ---- batches ---------------------------------------------------------------------------------
+
     def train_iterator(self, start_step=0, rows=None):
         """Endless batches from step `start_step` on (0: the first): all rows of each, or `rows`."""
-        # Before a text that grows has a thread: a library that grain imports replaces Python's
-        # import for a moment, and another thread's imports would then be no modules.
-        import grain  # noqa: F401
+        # Imports grain and with it jax, which reading text in a notebook does not need.
+        from efx.data import windows
 
-        config, stream = self._config, self._streams["train"]
-        if config.packing:
-            rows_of_step = _ShuffledRows(self._packing("train"), self._seed)
-        elif config.shuffle == "windows":
-            rows_of_step = _ShuffledWindows(stream, config.seq_len, self._seed)
-        elif config.shuffle == "buffer":
-            rows_of_step = _BufferedWindows(
-                stream, config.seq_len, self._seed, config.buffer_tokens, config.source
-            )
+        c, seed, stream = self._config, self._seed, self._streams["train"]
+        rows = np.arange(c.batch_size) if rows is None else np.asarray(rows)
+        if c.packing:
+            packing = self._packing("train")
+            order = windows.shuffled_order(len(packing), seed)
+        elif c.shuffle == "windows":
+            starts = windows.ShuffledStarts(len(stream), c.seq_len, seed)
+        elif c.shuffle == "buffer":
+            name = self._splits["train"].name
+            starts = windows.BufferedStarts(stream, c.seq_len, seed, c.buffer_tokens, name)
         else:
-            rows_of_step = _RandomWindows(stream, config.seq_len, self._seed)
-        rows = np.arange(config.batch_size) if rows is None else np.asarray(rows)
+            starts = windows.random_starts(len(stream), c.seq_len, seed, c.batch_size)
 
-        def batch(step):
-            return rows_of_step(step, config.batch_size, rows)
+        def batch_of_step(step):
+            indices = (step * c.batch_size + rows).tolist()
+            if c.packing:
+                return packing.rows(order(indices))
+            return _batch(stream.windows(starts(indices), c.seq_len + 1))
 
-        return TrainIterator(batch, start_step)
+        return TrainIterator(batch_of_step, start_step)
 
     def eval_batches(self, batch_size, max_batches=0, rows=None):
         """Batches over the whole held-out split, in order; can be iterated over repeatedly.
 
         Rows are windows of seq_len that do not overlap (with packing: packed rows), so every target
-        has weight 1 exactly once; the last batch is filled up with weight 0: with its own rows and
-        tokens once more, since what layers report of a batch is of all that it holds (with packing
-        with padding, which they leave out). `max_batches` limits their number: then the rows are
-        spread evenly over the split. `rows` limits each batch to these rows.
+        has weight 1 exactly once. The last batch is filled up with rows of weight 0: its own rows
+        and tokens once more, since statistics that layers report include all of a batch; with
+        packing padding, which they leave out.
+
+        Args:
+          max_batches: limits their number (0: no limit); the rows are then spread evenly over the
+            split.
+          rows: limits each batch to these rows.
         """
         return EvalBatches(self, batch_size, max_batches, rows)
 
     def repeated_batches(self, count, batch_size, rows=None):
-        """Batches of `count` rows of tokens of the held-out split, drawn one by one from all over
-        it, which are repeated in the same order from the middle of the row on; the same ones at
-        every call. Nothing but the repetition can be predicted of them. `rows` limits each batch
-        to these rows; after the last of `count` their weights are 0.
+        """Batches for the copying probe: rows whose second half repeats the first.
+
+        The tokens of a row are drawn one by one from all over the held-out split, so that only the
+        repetition can be predicted. They are the same at every call.
+
+        Args:
+          count: number of rows; later rows of the last batch have weight 0.
+          rows: limits each batch to these rows.
 
         Yields:
           {"first", "second": the batch with weights for the targets of this half of its rows}. The
@@ -271,22 +259,21 @@ class Data:
         half = length // 2
         rows = np.arange(batch_size) if rows is None else np.asarray(rows)
         place_T = np.arange(length)
-        second_T = (half <= place_T) & (place_T < 2 * half - 1)
-        halves = {"first": place_T < half - 1, "second": second_T}
+        is_second_T = (half <= place_T) & (place_T < 2 * half - 1)
+        halves = {"first": place_T < half - 1, "second": is_second_T}
         for start in range(0, count, batch_size):
             tokens = np.zeros((len(rows), length + 1), np.int32)
             for b, row in enumerate((start + rows).tolist()):
-                # By the number of the row, so that hosts draw only what they read.
+                # Seeded by the number of the row, so that it does not depend on the host.
                 places = np.random.default_rng(row).integers(len(stream), size=half)
-                drawn = stream.windows(places, 1)[:, 0]
-                tokens[b] = np.resize(drawn, length + 1)
+                tokens[b] = np.resize(stream.windows(places, 1)[:, 0], length + 1)
             batch = _batch(tokens)
             if self._config.packing:
                 batch["positions"] = np.broadcast_to(place_T.astype(np.int32), (len(rows), length))
                 batch["segment_ids"] = np.ones((len(rows), length), np.int32)
-            there_B1 = (start + rows < count)[:, None]
+            is_row_B1 = (start + rows < count)[:, None]
             yield {
-                name: batch | {"weights": (there_B1 & half_T).astype(np.float32)}
+                name: batch | {"weights": (is_row_B1 & half_T).astype(np.float32)}
                 for name, half_T in halves.items()
             }
 
@@ -295,19 +282,27 @@ class EvalBatches:
     """See `Data.eval_batches`."""
 
     def __init__(self, data, batch_size, max_batches, rows):
-        self._rows = np.arange(batch_size) if rows is None else np.asarray(rows)
-        self._size, self._limit = batch_size, max_batches
         self._stream, self._seq_len = data._streams["eval"], data._config.seq_len
         self._packing = data._packing("eval") if data._config.packing else None
-        pairs = len(self._stream) - 1
-        self._total = len(self._packing) if self._packing else -(-pairs // self._seq_len)
+        self._total = -(-(len(self._stream) - 1) // self._seq_len)  # rows of the split
+        if self._packing:
+            self._total = len(self._packing)
+        self._rows = np.arange(batch_size) if rows is None else np.asarray(rows)
+        self._batch_size, batches = batch_size, -(-self._total // batch_size)
+        self._count = min(batches, max_batches) if max_batches else batches
 
     def __len__(self):
-        count = -(-self._total // self._size)
-        return min(count, self._limit) if self._limit else count
+        return self._count
+
+    def _row_numbers(self):
+        """Yield the numbers of the rows of each batch."""
+        chosen = min(self._count * self._batch_size, self._total)
+        for i in range(self._count):
+            # Past the last chosen row they are past the last row.
+            yield (i * self._batch_size + self._rows) * self._total // chosen
 
     def __iter__(self):
-        for row_numbers in self._chosen():
+        for row_numbers in self._row_numbers():
             yield self._packing.rows(row_numbers) if self._packing else self._windows(row_numbers)
 
     def target_positions(self):
@@ -315,28 +310,19 @@ class EvalBatches:
 
         A target that only ends the last document lies behind the last token.
         """
-        for row_numbers in self._chosen():
+        for row_numbers in self._row_numbers():
             if self._packing:
                 yield self._packing.target_positions(row_numbers)
             else:
-                target_positions_BT = (
-                    row_numbers[:, None] * self._seq_len + 1 + np.arange(self._seq_len)
-                )
-                yield np.where(target_positions_BT < len(self._stream), target_positions_BT, -1)
-
-    def _chosen(self):
-        """The numbers of the rows of each batch."""
-        count = len(self)
-        chosen = min(count * self._size, self._total)
-        for i in range(count):
-            row_numbers = i * self._size + self._rows
-            yield row_numbers * self._total // chosen  # past the last chosen row: past the last row
+                positions_BT = row_numbers[:, None] * self._seq_len + 1 + np.arange(self._seq_len)
+                yield np.where(positions_BT < len(self._stream), positions_BT, -1)
 
     def _windows(self, row_numbers):
         tokens = np.empty((len(row_numbers), self._seq_len + 1), np.int32)
         weights_BT = np.zeros((len(row_numbers), self._seq_len), np.float32)
         for b, row in enumerate(row_numbers.tolist()):
-            first = row // self._size * self._size  # of the batch, if rows of it are past the end
+            # Rows past the end repeat the rows of their batch.
+            first = row // self._batch_size * self._batch_size
             start = (first + (row - first) % (self._total - first)) * self._seq_len
             count = min(self._seq_len + 1, len(self._stream) - start)
             tokens[b] = np.resize(self._stream.windows([start], count)[0], self._seq_len + 1)
@@ -345,132 +331,26 @@ class EvalBatches:
 
 
 class TrainIterator:
-    """Training batches. Their only state is the number of the next step."""
+    """Endless training batches. The only state is the number of the next step."""
 
-    def __init__(self, batch, start_step):
-        import grain  # imports jax, which reading data in a notebook does not need
-
-        # What is read is memory-mapped and the system's page cache reads ahead: grain's threads
-        # and processes only make it slower (benchmarks/data_loading.py).
-        options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        dataset = grain.MapDataset.range(_STEPS).map(batch)
-        self._inner = iter(dataset.to_iter_dataset(options))
-        self.set_state({"step": start_step})
+    def __init__(self, batch_of_step, start_step):
+        self._batch_of_step, self._step = batch_of_step, start_step
 
     def __iter__(self):
         return self
 
     def __next__(self):
-        return next(self._inner)
+        batch = self._batch_of_step(self._step)
+        self._step += 1
+        return batch
 
     def get_state(self):
         """{"step": number of the step that the next batch is for}; the same on every host."""
-        return {"step": self._inner.get_state()["next_index"]}
+        return {"step": self._step}
 
     def set_state(self, state):
-        """Continues from `state`, which may come from a run on another number of hosts."""
-        self._inner.set_state({"next_index": operator.index(state["step"])})
-
-
-class _Permutation:
-    """Numbers 0..count-1 in a new random order every epoch, with random access."""
-
-    def __init__(self, count, seed):
-        import grain
-
-        self.count = count
-        self._order = grain.MapDataset.range(count).seed(seed).shuffle().repeat(None)
-
-    def __call__(self, indices):
-        return np.array([self._order[i] for i in indices], np.int64)
-
-
-class _ShuffledWindows:
-    """Adjacent windows, each once an epoch, laid out from another offset every epoch."""
-
-    def __init__(self, stream, seq_len, seed):
-        self._stream, self._seq_len, self._seed = stream, seq_len, seed
-        # One window fewer than would fit, so that every offset up to seq_len is possible.
-        self.count = max(1, len(stream) // seq_len - 1)
-        self._offsets = min(seq_len, len(stream) - self.count * seq_len)
-        self._order = _Permutation(self.count, seed)
-        self._offset = functools.lru_cache(maxsize=4)(self._offset)
-
-    def _offset(self, epoch):
-        return int(np.random.default_rng([self._seed, epoch]).integers(self._offsets))
-
-    def starts(self, indices):
-        """First token of each of the windows number `indices` since the start of training."""
-        offsets = np.array([self._offset(i // self.count) for i in indices], np.int64)
-        return offsets + self._order(indices) * self._seq_len
-
-    def __call__(self, step, batch_size, rows):
-        starts = self.starts((step * batch_size + rows).tolist())
-        return _batch(self._stream.windows(starts, self._seq_len + 1))
-
-
-class _BufferedWindows:
-    """Windows of a text that is still being tokenised (`growing.GrowingTokens`).
-
-    In the first epoch they come in the order of the text, mixed within blocks of `buffer_tokens`,
-    so that which one comes when depends on no later text; after that as `_ShuffledWindows`.
-    """
-
-    def __init__(self, tokens, seq_len, seed, buffer_tokens, source):
-        self._tokens, self._seq_len, self._seed, self._source = tokens, seq_len, seed, source
-        self._in_block = max(1, buffer_tokens // seq_len)
-        self._all = None  # the _ShuffledWindows, once the whole text is there
-        tokens.begin()
-        self._mixed = functools.lru_cache(maxsize=4)(functools.partial(_permutation, seed))
-
-    def _start(self, index):
-        block, position = divmod(index, self._in_block)
-        first, count = block * self._in_block, self._in_block
-        if self._all is None:
-            # A window more than the block has: the last of a text is left out, as by
-            # _ShuffledWindows, and this one may be the last.
-            needed = (first + count + 1) * self._seq_len
-            if self._tokens.wait(needed) < needed:
-                if len(self._tokens) <= self._seq_len:
-                    name = f"config.data.source={self._source!r}"
-                    raise _too_short(self._seq_len, "train", name, len(self._tokens))
-                self._all = _ShuffledWindows(self._tokens, self._seq_len, self._seed)
-        if self._all is not None:
-            if index >= self._all.count:
-                return self._all.starts([index])[0]
-            count = min(count, self._all.count - first)
-        return (first + self._mixed(block, count)[position]) * self._seq_len
-
-    def __call__(self, step, batch_size, rows):
-        starts = [self._start(i) for i in (step * batch_size + rows).tolist()]
-        return _batch(self._tokens.windows(starts, self._seq_len + 1))
-
-
-def _permutation(seed, block, count):
-    return np.random.default_rng([seed, block]).permutation(count)
-
-
-class _RandomWindows:
-    """Windows that start anywhere, drawn anew for every step (as nanoGPT does)."""
-
-    def __init__(self, stream, seq_len, seed):
-        self._stream, self._seq_len, self._seed = stream, seq_len, seed
-
-    def __call__(self, step, batch_size, rows):
-        # The starts of all rows are drawn, so that a row does not depend on which others are read.
-        rng = np.random.default_rng([self._seed, step])
-        starts = rng.integers(len(self._stream) - self._seq_len, size=batch_size)[rows]
-        return _batch(self._stream.windows(starts, self._seq_len + 1))
-
-
-class _ShuffledRows:
-    """Packed rows, each once an epoch."""
-
-    def __init__(self, packing, seed):
-        self._packing, self._order = packing, _Permutation(len(packing), seed)
-
-    def __call__(self, step, batch_size, rows):
-        return self._packing.rows(self._order((step * batch_size + rows).tolist()))
+        """Continue from `state`, which may come from a run on another number of hosts."""
+        self._step = int(state["step"])
 
 
 def _batch(tokens, weights_BT=None):

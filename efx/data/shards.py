@@ -27,8 +27,8 @@ from pathlib import Path
 import numpy as np
 
 from efx import io
-from efx.data.disk_cache import content_key, fetched, file_digests, remember, remember_for_file
-from efx.data.sources import matching, readable, size_of
+from efx.data.disk_cache import content_key, file_digests, remember, remember_for_files
+from efx.data.sources import find_files, readable
 from efx.data.stream import Stream, TokenSplit
 from efx.errors import UsageError
 
@@ -49,10 +49,6 @@ class _Shard:
     dtype: np.dtype
     count: int
     offset: int = 0
-
-    @property
-    def size(self):
-        return self.offset + self.count * self.dtype.itemsize
 
     @property
     def ids(self):
@@ -99,25 +95,20 @@ def write_token_shards(folder, tokenizer, train, heldout=(), shard_tokens=1 << 2
 
 def _write_split(folder, tokenizer, split, documents, shard_tokens):
     """Write the files of a split; return their entries of meta.json."""
-    shards, file = [], None
-    end = np.array([] if tokenizer.eot is None else [tokenizer.eot], np.int64)
+    shards = []
+    end = [] if tokenizer.eot is None else [tokenizer.eot]
     for document in documents:
-        ids = document
         if isinstance(document, str | bytes):
-            ids = [*tokenizer.start, *tokenizer.encode(document)]
-        ids = np.concatenate([np.asarray(ids, np.int64), end])
+            document = [*tokenizer.start, *tokenizer.encode(document)]
+        ids = np.concatenate([np.asarray(document, np.int64), np.array(end, np.int64)])
         if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
             raise UsageError(f"{folder}: a token id is outside 0..{tokenizer.vocab_size - 1}")
         if not shards or shards[-1]["tokens"] >= shard_tokens:
-            if file:
-                file.close()
-            name = f"{split}-{len(shards):05d}.bin"
-            file = open(folder / name, "wb")
-            shards.append({"file": name, "split": split, "tokens": 0})
-        file.write(ids.astype(token_dtype(tokenizer.vocab_size)).tobytes())
+            shards.append({"file": f"{split}-{len(shards):05d}.bin", "split": split, "tokens": 0})
+            (folder / shards[-1]["file"]).write_bytes(b"")
+        with open(folder / shards[-1]["file"], "ab") as file:
+            file.write(ids.astype(token_dtype(tokenizer.vocab_size)).tobytes())
         shards[-1]["tokens"] += len(ids)
-    if file:
-        file.close()
     return shards
 
 
@@ -134,22 +125,23 @@ class TokenShards:
     def __init__(self, name, where, max_bytes, root):
         self.name, self._root = name, root
         path = Path(os.path.expanduser(where))
-        if io.is_remote(where):
-            path = fetched(name, where, root)
+        is_folder = path.is_dir() or io.is_remote(where)
         if path.is_dir():
+            paths = sorted(path.glob("*.bin"))
             self._folder = path
-            shards = self._shards_in_folder()
         else:
-            self._folder = path.parent
-            shards = self._llm_c_shards(matching(name, str(path)))
+            paths = [Path(file) for file in find_files(name, where, root)]
+            self._folder = paths[0].parent
+            paths = [file for file in paths if not is_folder or file.suffix == ".bin"]
         self._shards = []
         remaining = max_bytes or sys.maxsize
-        for shard in shards:
-            size = size_of(name, shard.path)
-            if shard.size != size:
+        for shard in self._read_headers(paths, is_folder):
+            with readable(name):
+                size = os.path.getsize(shard.path)
+            if size != shard.offset + shard.count * shard.dtype.itemsize:
                 raise UsageError(
-                    f"{name}: {shard.path} has {size} bytes, expected {shard.size}: it may be "
-                    "truncated"
+                    f"{name}: {shard.path} has {size} bytes, not those of {shard.count} tokens: it "
+                    "may be truncated"
                 )
             if shard.split == "train":
                 count = min(shard.count, remaining // shard.dtype.itemsize)
@@ -160,23 +152,25 @@ class TokenShards:
         if not self._shards:
             raise UsageError(f"{name}: the shards have no tokens")
 
-    def _shards_in_folder(self):
-        if (self._folder / "meta.json").exists():
+    def _read_headers(self, paths, is_folder):
+        """The `_Shard`s of all files."""
+        if is_folder and (self._folder / "meta.json").exists():
             return self._listed_shards()
-        paths = sorted(self._folder.glob("*.bin"))
         if not paths:
             raise UsageError(
                 f"{self.name}: the folder has neither meta.json nor a shard (*.bin); write "
                 "token shards with efx.data.write_token_shards, nanoGPT (train.bin, val.bin) "
                 "or llm.c"
             )
+        headers = {path: self._read_header(path) for path in paths}
         nanogpt = [path for path in paths if path.name in _NANOGPT]
-        if not nanogpt or any(self._header(path)[0] in _MAGIC for path in paths):
-            return self._llm_c_shards(paths)
-        return [
-            _Shard(path, _NANOGPT[path.name], np.dtype("<u2"), size_of(self.name, path) // 2)
-            for path in nanogpt
-        ]
+        if is_folder and nanogpt and not any(magic in _MAGIC for magic, *_ in headers.values()):
+            dtype = np.dtype("<u2")
+            return [
+                _Shard(path, _NANOGPT[path.name], dtype, path.stat().st_size // dtype.itemsize)
+                for path in nanogpt
+            ]
+        return [self._llm_c_shard(path, *header) for path, header in headers.items()]
 
     def _listed_shards(self):
         """The shards that meta.json lists."""
@@ -199,31 +193,27 @@ class TokenShards:
                 f" ({type(error).__name__}: {error})"
             ) from error
 
-    def _llm_c_shards(self, paths):
-        shards = []
-        for path in map(Path, paths):
-            magic, version, count = self._header(path)
-            known_version, dtype = _MAGIC.get(magic, (None, None))
-            if version != known_version:
-                raise UsageError(
-                    f"{self.name}: {path} has magic number {magic} and version {version}, not "
-                    "llm.c's; name shards without a header train.bin and val.bin, or list them "
-                    "in meta.json"
-                )
-            words = re.split(r"[^a-z]+", path.stem.lower())
-            splits = {_SPLIT_OF_WORD[word] for word in words if word in _SPLIT_OF_WORD}
-            if len(splits) != 1:
-                raise UsageError(
-                    f"{self.name}: the file name {path} must contain either train or val, as "
-                    "in fineweb_train_000001.bin"
-                )
-            shards.append(_Shard(path, splits.pop(), dtype, count, _HEADER_BYTES))
-        return shards
-
-    def _header(self, path):
+    def _read_header(self, path):
         """Magic number, version and number of tokens of an llm.c shard; zeros past its end."""
         with readable(self.name):
             return [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
+
+    def _llm_c_shard(self, path, magic, version, count):
+        known_version, dtype = _MAGIC.get(magic, (None, None))
+        if version != known_version:
+            raise UsageError(
+                f"{self.name}: {path} has magic number {magic} and version {version}, not "
+                "llm.c's; name shards without a header train.bin and val.bin, or list them "
+                "in meta.json"
+            )
+        words = re.split(r"[^a-z]+", path.stem.lower())
+        splits = {_SPLIT_OF_WORD[word] for word in words if word in _SPLIT_OF_WORD}
+        if len(splits) != 1:
+            raise UsageError(
+                f"{self.name}: the file name {path} must contain either train or val, as "
+                "in fineweb_train_000001.bin"
+            )
+        return _Shard(path, splits.pop(), dtype, count, _HEADER_BYTES)
 
     def tokenizer_path(self):
         """Path of the folder's tokenizer.json, or None."""
@@ -232,40 +222,35 @@ class TokenShards:
 
     def identity(self):
         """Hash of the tokens and of their splits."""
-        return self._identity(self._shards)
+        return self._identity_of(self._shards)
 
-    def _identity(self, shards):
-        digests = file_digests(self._root, [(shard.path, shard.size) for shard in shards])
-        parts = zip(shards, digests, strict=True)
-        return content_key("tokens", [(shard.split, shard.count, sha) for shard, sha in parts])
+    def _identity_of(self, shards):
+        digests = file_digests(self._root, [shard.path for shard in shards])
+        return content_key("tokens", digests, [(shard.split, shard.count) for shard in shards])
 
     def _shards_of(self, split):
         return [shard for shard in self._shards if shard.split == split]
 
-    def trained_on_in(self, source):
-        """The name of a shard that is also a training shard of the TokenShards `source`, or None.
+    def find_training_shard_of(self, source):
+        """The name of a shard that is a training shard of the TokenShards `source`, or None.
 
         Whole files are compared, even if max_bytes drops a part of one.
         """
-        training = set(self._file_hashes(source._shards_of("train")))
-        hashes = self._file_hashes(self._shards)
-        pairs = zip(self._shards, hashes, strict=True)
-        return next((shard.path.name for shard, sha in pairs if sha in training), None)
-
-    def _file_hashes(self, shards):
-        return file_digests(
-            self._root, [(shard.path, shard.path.stat().st_size) for shard in shards]
-        )
+        training = [shard.path for shard in source._shards_of("train")]
+        digests = set(file_digests(self._root, training))
+        paths = [shard.path for shard in self._shards]
+        pairs = zip(paths, file_digests(self._root, paths), strict=True)
+        return next((path.name for path, digest in pairs if digest in digests), None)
 
     def check_ids(self, tokenizer, tokenizer_name):
         """Raise UsageError for an id outside of the vocabulary of `tokenizer`."""
-        for shard in self._shards:
-            largest = remember_for_file(
-                self._root,
-                shard.path,
-                ["largest", shard.count],
-                lambda ids=shard.ids: int(ids.max()),
-            )
+        largest_ids = remember_for_files(
+            self._root,
+            [shard.path for shard in self._shards],
+            ["largest", [shard.count for shard in self._shards]],
+            lambda: [int(shard.ids.max()) for shard in self._shards],
+        )
+        for shard, largest in zip(self._shards, largest_ids, strict=True):
             if largest >= tokenizer.vocab_size:
                 gpt2 = " (GPT-2's is config.data.tokenizer=hf:gpt2)" if shard.offset else ""
                 raise UsageError(
@@ -277,46 +262,48 @@ class TokenShards:
     def _stream(self, split):
         return Stream([shard.ids for shard in self._shards_of(split)])
 
-    def decide(self, kind, eval_fraction):
-        """The held-out part as JSON-able data for the run's record (compare `held_out.decide`).
+    def all_tokens(self):
+        """The TokenSplit of all shards."""
+        return TokenSplit(self.name, Stream([shard.ids for shard in self._shards]))
 
-        Returns: {"shards": hash of the evaluation shards}, or {"tokens": [start, stop], "sum":
-          hash of these tokens}.
+    def decide(self, split, eval_fraction):
+        """Decide what is held out, for the run's record (compare `held_out.decide`).
+
+        Returns:
+          {"shards": hash of the evaluation shards}, or {"tokens": [start, stop], "sum": hash of
+          these tokens}.
         """
         if self._shards_of("eval"):
-            return {"shards": self._identity(self._shards_of("eval"))}
-        if kind == "documents":
+            return {"shards": self._identity_of(self._shards_of("eval"))}
+        if split == "documents":
             raise UsageError(
                 f"config.data.split='documents': {self.name} is one stream of tokens without "
                 "documents; use config.data.split=tail, or write shards with a held-out split"
             )
         count = len(self._stream("train"))
-        cut = int((1 - eval_fraction) * count)
-        return {"tokens": [cut, count], "sum": self._sum(cut, count)}
+        start = int((1 - eval_fraction) * count)
+        return {"tokens": [start, count], "sum": self._token_digest(start, count)}
 
-    def all_shards(self):
-        """The `TokenSplit` of all shards."""
-        return TokenSplit(self.name, Stream([shard.ids for shard in self._shards]))
-
-    def splits(self, decision):
+    def token_splits(self, decision):
         """{"train" or "eval": TokenSplit}; only "train" if `decision` (see `decide`) is None."""
         train, heldout = self._stream("train"), self._stream("eval")
         if not len(train):
             raise UsageError(f"{self.name}: no shard has training tokens")
         streams = {"train": train}
         if decision and "shards" in decision:
-            if self._identity(self._shards_of("eval")) != decision["shards"]:
+            if self._identity_of(self._shards_of("eval")) != decision["shards"]:
                 self._refuse_changed("the evaluation shards have changed")
             streams["eval"] = heldout
         elif decision:
             start, stop = decision["tokens"]
-            if len(heldout) or len(train) < stop or self._sum(start, stop) != decision["sum"]:
+            is_kept = not len(heldout) and stop <= len(train)
+            if not is_kept or self._token_digest(start, stop) != decision["sum"]:
                 self._refuse_changed(f"its held-out tokens {start} to {stop} have changed")
             ends = [*train.cut(0, start).arrays(), *train.cut(stop, len(train)).arrays()]
             streams = {"train": Stream(ends), "eval": train.cut(start, stop)}
         return {split: TokenSplit(self.name, stream) for split, stream in streams.items()}
 
-    def _sum(self, start, stop):
+    def _token_digest(self, start, stop):
         def compute():
             digest = hashlib.blake2b(digest_size=16)
             for array in self._stream("train").cut(start, stop).arrays():

@@ -1,4 +1,4 @@
-"""Where text comes from: every source is a list of documents (bytes) and a hash of their content.
+"""Text sources. A source is a sequence of documents (bytes) with a hash of their content.
 
     text:PATH          a file, a folder (every file below it) or a glob; each file is a document
     stdlib             the source code of the running Python's standard library
@@ -7,40 +7,60 @@
     jsonl:PATH         a JSON object a line (.jsonl, .jsonl.gz, .jsonl.zst); each is a document
     parquet:PATH       parquet files; each row is a document
     hf:NAME[:CONFIG]   the train split of a Hugging Face dataset; each row is a document
-    mix:A,B,...        the documents of several of these, one after another (`mixture.py`)
+    mix:A,B,...        the documents of several of these, one after another
 
 (`tokens:PATH`, text that is already tokenised, is in `shards.py`.)
 """
 
-import functools
+import contextlib
+import errno
 import glob
 import hashlib
-import itertools
+import logging
 import os
+import re
 import sysconfig
+import urllib.parse
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from urllib.parse import unquote
 
-from efx import io, run_dir
-from efx.data.disk_cache import MANIFEST, content_key, fetched, file_digests
-from efx.errors import UsageError, nearest
+from efx import io
+from efx.data import rows
+from efx.data.disk_cache import cached_folder, content_key, file_digests
+from efx.errors import UsageError, extra, nearest
 
-KINDS = ("stdlib", "text", "tokens", "arrayrecord", "jsonl", "parquet", "hf", "pydoc", "mix")
-_WITHOUT_ARGUMENT = ("stdlib", "pydoc")
+log = logging.getLogger(__name__)
 
-# Left out of the standard library: what is installed into it, its tests (a third of it and more,
-# absent on some systems) and files that the build of this Python generated.
-_STDLIB_SKIP_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
-_STDLIB_SKIP_FOLDERS |= {"idle_test", "lib-dynload"}
-_STDLIB_SKIP_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
-_RECORDS_AT_ONCE = 256
-_PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")  # gzip, zstd, zip: how they begin
+# How a source of each kind is written.
+_FORMS = {
+    "stdlib": "stdlib",
+    "pydoc": "pydoc",
+    "text": "text:PATH",
+    "tokens": "tokens:PATH",
+    "arrayrecord": "arrayrecord:GLOB",
+    "jsonl": "jsonl:PATH",
+    "parquet": "parquet:PATH",
+    "hf": "hf:NAME",
+    "mix": "mix:A,B",
+}
+# Left out of the standard library: installed packages, tests (a third of it and more, absent on
+# some systems) and files that the build of this Python generated.
+_STDLIB_SKIPPED_FOLDERS = {
+    "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib-dynload",
+}  # fmt: skip
+_STDLIB_SKIPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
+_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")  # first bytes of gzip, zstd, zip
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text: `name` for messages, `data` its bytes, `component` of a mixture that it is from."""
+    """One text.
+
+    Attributes:
+      name: file and line or the like, for messages.
+      data: bytes of the text.
+      component: the part of a mixture that the document is from; only reports read it.
+    """
 
     name: str
     data: bytes
@@ -51,335 +71,323 @@ class Document:
         return self.data.decode("utf-8", "replace")
 
 
-def parse(source, key="config.data.source"):
-    """Splits `config.data.source`, or another setting `key` like it, into (kind, argument).
+@dataclass(frozen=True)
+class Source:
+    """A sequence of documents.
+
+    Attributes:
+      name: the setting and its value, for messages.
+      identity: function that returns a hash of the documents and their order.
+      documents: function that returns an iterator over the Documents.
+    """
+
+    name: str
+    identity: Callable
+    documents: Callable
+
+
+def parse(spec, key="config.data.source"):
+    """Split a source's setting into (kind, argument).
 
     Raises:
       UsageError: unknown kind (names the nearest), or no argument where one is needed.
     """
-    kind, colon, argument = str(source).partition(":")
-    if kind not in KINDS:
-        hint = nearest(kind, KINDS)
-        if os.path.exists(str(source)):
-            hint = f" (for a file or folder use 'text:{source}')"
-        raise UsageError(
-            f"{key}={source!r}: unknown kind{hint}; use stdlib, pydoc, text:PATH, tokens:PATH, "
-            "arrayrecord:GLOB, jsonl:PATH, parquet:PATH, hf:NAME or mix:A,B"
-        )
-    bare = kind in _WITHOUT_ARGUMENT
-    if bare == bool(argument) or (bare and colon):
-        form = {"arrayrecord": "arrayrecord:GLOB", "mix": "mix:A,B"}
-        form |= {name: name for name in _WITHOUT_ARGUMENT}
-        expected = form[kind] if kind in form else f"{kind}:{'NAME' if kind == 'hf' else 'PATH'}"
-        raise UsageError(f"{key}={source!r}: expected {expected}")
+    kind, _, argument = str(spec).partition(":")
+    if kind not in _FORMS:
+        hint = nearest(kind, _FORMS)
+        if os.path.exists(str(spec)):
+            hint = f" (for a file or folder use 'text:{spec}')"
+        raise UsageError(f"{key}={spec!r}: unknown kind{hint}; use {', '.join(_FORMS.values())}")
+    if bool(argument) != (":" in _FORMS[kind]):
+        raise UsageError(f"{key}={spec!r}: expected {_FORMS[kind]}")
     return kind, argument
 
 
+def _parts(spec, key):
+    """The sources that a setting names: the parts of a mixture, or else [spec]."""
+    kind, argument = parse(spec, key)
+    if kind != "mix":
+        return [spec]
+    parts = argument.split(",")
+    for part in parts:
+        if parse(part, key)[0] in ("mix", "tokens"):
+            raise UsageError(
+                f"{key}={spec!r}: {part!r} cannot be part of a mixture; use text sources"
+            )
+    if len(set(parts)) < len(parts) or len(parts) < 2:
+        raise UsageError(
+            f"{key}={spec!r}: a mixture needs two or more different parts, separated by commas"
+        )
+    return parts
+
+
 def open_source(config_data, root, key="source"):
-    """The source of documents that `config_data` names; `root` is the cache folder.
+    """The source that `config_data` names.
 
-    Documents are cut into pieces of `config_data.document_bytes`, if that is not 0. With the key
-    "eval_source" that source is opened, and read whole whatever `config_data.max_bytes` is.
+    Args:
+      root: the cache folder.
+      key: "source" or "eval_source"; config.data.max_bytes limits only the former.
+
+    Returns:
+      Source, its documents cut into pieces of config.data.document_bytes if that is not 0.
     """
-    from efx.data.mixture import Pieces
+    c, spec, setting = config_data, getattr(config_data, key), f"config.data.{key}"
+    name, max_bytes = f"{setting}={spec!r}", c.max_bytes if key == "source" else 0
+    parts = _parts(spec, setting)
+    opened = {part: _open_part(name, part, parts, c.text_key, max_bytes, root) for part in parts}
+    source = opened[spec] if spec in opened else _mixture(name, opened)
+    return _cut_documents(source, c.document_bytes) if c.document_bytes else source
 
-    limit = config_data.max_bytes if key == "source" else 0
-    source = _open(config_data, getattr(config_data, key), root, f"config.data.{key}", limit)
-    size = config_data.document_bytes
-    return Pieces(source, size) if size else source
 
-
-def _open(config_data, spec, root, key, limit, skip=()):
-    from efx.data import mixture, rows
-
-    kind, argument = parse(spec, key)
-    name = f"{key}={spec!r}"
-    if kind == "mix":
-        components = mixture.parse(name, argument)
-        # The standard library's source has the language reference in it: once is enough.
-        skip = {"pydoc_data"} if "pydoc" in components else set()
-        opened = [
-            (component, _open(config_data, component, root, key, limit, skip))
-            for component in components
-        ]
-        return mixture.Mixture(name, opened)
+def _open_part(name, part, parts, text_key, max_bytes, root):
+    kind, argument = parse(part)
     if kind == "pydoc":
-        return mixture.Topics(name, limit)
-    if kind == "stdlib":
-        return TextFiles(name, _stdlib_files(name, skip), limit, root, skip_binary=True)
-    if kind == "text":
-        return TextFiles(name, _text_files(name, argument, root), limit, root)
-    if kind == "arrayrecord":
-        return ArrayRecords(name, matching(name, argument, root), config_data.text_key, limit, root)
-    if kind in ("jsonl", "parquet"):
-        files = rows.JsonLines if kind == "jsonl" else rows.Parquet
-        paths = _text_files(name, argument, root)
-        return files(name, paths, config_data.text_key, limit, root)
+        return _language_reference(name, max_bytes)
+    if kind in ("jsonl", "parquet", "hf") and not text_key:
+        raise UsageError(
+            f"{name}: config.data.text_key is empty; set it to the key of the text in each "
+            "row, e.g. config.data.text_key=text"
+        )
     if kind == "hf":
-        return rows.HuggingFace(name, argument, config_data.text_key, limit, root)
-    raise ValueError(f"{kind} has no documents")
-
-
-def check_present(spec, key):
-    """UsageError unless a setting's source can be one and its files, if on a disk, are there.
-
-    Nothing is read: a study looks for the text of all its runs before the first of them trains.
-    """
-    from efx.data import mixture
-
-    kind, argument = parse(spec, key)
-    name = f"{key}={spec!r}"
-    if kind == "mix":
-        for component in mixture.parse(name, argument):
-            check_present(component, key)
-    elif io.is_remote(argument):
-        return
-    elif kind == "tokens":
-        if not os.path.isdir(os.path.expanduser(argument)):
-            _some(name, argument, _matching(argument))
-    elif kind in ("text", "jsonl", "parquet"):
-        _some(name, argument, _found(argument))
-    elif kind == "arrayrecord":
-        _some(name, argument, _matching(argument))
-
-
-def matching(name, pattern, root=None):
-    """Files that match `pattern`, sorted; the name of an existing file matches itself alone.
-
-    Those in an object store are copied into the cache folder `root`.
-    """
-    if io.is_remote(pattern):
-        return _fetched(name, pattern, root)
-    return sorted(_some(name, pattern, _matching(pattern)))
-
-
-def _matching(pattern):
-    """Iterator over the files that match a pattern, or of the one that it names; but for those of
-    runs, see `_without_runs`."""
-    path = os.path.expanduser(pattern)
-    if os.path.isfile(path):
-        return iter([path])
-    first = next(i for i, part in enumerate([*Path(path).parts, "*"]) if glob.has_magic(part))
-    top = os.path.join(*Path(path).parts[:first]) if first else "."
-    return _without_runs(top, filter(os.path.isfile, glob.iglob(path, recursive=True)))
-
-
-def _found(argument):
-    """Iterator over the files in a folder, or that match a pattern."""
-    path = os.path.expanduser(argument)
-    return _below(path) if os.path.isdir(path) else _matching(argument)
-
-
-def _below(top):
-    """Iterator over the files in a folder, but for hidden ones and those of runs."""
-
-    def files():
-        for folder, folders, names in os.walk(top):
-            here = [f for f in folders if not f.startswith(".")]
-            folders[:] = [f for f in here if not run_dir.is_run(os.path.join(folder, f))]
-            yield from (os.path.join(folder, f) for f in names if not f.startswith("."))
-
-    return _without_runs(top, files())
-
-
-def _without_runs(top, paths):
-    """Iterator over the paths below a folder that are in no run's folder, nor, where it is one
-    itself, what a run writes into it: a run that keeps its folder within its text would find
-    another text when it goes on."""
-    is_run = functools.cache(run_dir.is_run)
-    for path in paths:
-        parts = Path(os.path.relpath(path, top)).parts
-        if parts[0] in run_dir.WRITTEN and is_run(top):
-            continue
-        if not any(is_run(os.path.join(top, *parts[:i])) for i in range(1, len(parts))):
-            yield path
-
-
-def _some(name, argument, paths):
-    """Iterator over the same files, of which one is looked for; UsageError if there is none."""
-    first = next(paths, None)
-    if first is not None:
-        return itertools.chain([first], paths)
-    path = os.path.expanduser(argument)
-    if not os.path.isdir(path):
-        problem = "no file matches" if glob.has_magic(path) else "no such file or folder"
-    elif next(_below(path), None) is None:
-        problem = "the folder has no files"
+        identity, read = rows.open_hugging_face(name, argument, text_key, root)
+        return _source_of(name, identity, read, max_bytes)
+    if kind == "stdlib":
+        # It contains the language reference; once is enough.
+        paths = _stdlib_files(name, {"pydoc_data"} if "pydoc" in parts else set())
     else:
-        problem = f"this is a folder; use its files, as in {argument}/*"
-    raise UsageError(f"{name}: {problem}")
+        paths = find_files(name, argument, root)
+    read_file = {
+        "text": lambda path: _read_text(name, path, max_bytes),
+        "stdlib": _read_python,
+        "arrayrecord": lambda path: rows.read_array_records(name, path, text_key),
+        "jsonl": lambda path: rows.read_json_lines(name, path, text_key),
+        "parquet": lambda path: rows.read_parquet(name, path, text_key),
+    }[kind]
+
+    def identity():
+        return content_key(kind, text_key, file_digests(root, paths))
+
+    def read():
+        for path in paths:
+            yield from read_file(path)
+
+    return _source_of(name, identity, read, max_bytes)
 
 
-def _fetched(name, address, root):
-    paths = [path for path in fetched(name, address, root).iterdir() if path.name != MANIFEST]
-    return [str(path) for path in sorted(paths, key=lambda path: unquote(path.name))]
+def _source_of(name, identity, read, max_bytes):
+    """The Source of (name, bytes) pairs, cut after `max_bytes` bytes in all (0: no limit).
+
+    Empty documents are dropped.
+    """
+
+    def documents():
+        remaining = max_bytes or float("inf")
+        with readable(name):
+            for document_name, data in read():
+                if len(data) > remaining:
+                    data = whole_characters(data[:remaining])
+                    remaining = 0
+                remaining -= len(data)
+                if data:
+                    yield Document(document_name, data)
+                if remaining <= 0:
+                    return
+
+    def limited_identity():
+        with readable(name):
+            return content_key(identity(), max_bytes)
+
+    return Source(name, limited_identity, documents)
 
 
-def _text_files(name, argument, root):
-    if io.is_remote(argument):
-        return _fetched(name, argument, root)
-    path = os.path.expanduser(argument)
-    if not os.path.isdir(path):
-        return matching(name, argument, root)
-    paths = _some(name, argument, _below(path))
-    return sorted(paths, key=lambda p: Path(os.path.relpath(p, path)).as_posix())
+def _mixture(name, sources):
+    """The documents of several sources, one source after another.
+
+    Args:
+      sources: {component: Source}.
+    """
+
+    def documents():
+        for component, source in sources.items():
+            for document in source.documents():
+                yield Document(document.name, document.data, component)
+
+    def identity():
+        return content_key("mix", [source.identity() for source in sources.values()])
+
+    return Source(name, identity, documents)
 
 
-def _stdlib_files(name, skip=()):
-    root, skip = sysconfig.get_paths()["stdlib"], _STDLIB_SKIP_FOLDERS | set(skip)
-    paths = []
+def _cut_documents(source, size):
+    """The documents of a source in pieces of at most `size` bytes, 16 or more.
+
+    A piece ends after a line if one ends in its second half, and never inside a character.
+    """
+
+    def documents():
+        for document in source.documents():
+            start, data = 0, document.data
+            while start < len(data):
+                piece = data[start : start + size]
+                if start + size < len(data):
+                    newline = piece.rfind(b"\n", size // 2)
+                    piece = piece[: newline + 1] if newline >= 0 else whole_characters(piece)
+                name = f"{document.name} from byte {start}" if start else document.name
+                yield Document(name, piece, document.component)
+                start += len(piece)
+
+    return Source(source.name, lambda: content_key("pieces", size, source.identity()), documents)
+
+
+def _language_reference(name, max_bytes):
+    """Python's language reference, as `help()` shows it: prose with a little code in it."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise UsageError(
+            f"{name}: this Python does not include its language reference; use text:PATH"
+        ) from error
+    texts = sorted(topics.items())
+
+    def read():
+        return ((f"topic {topic}", text.encode()) for topic, text in texts)
+
+    return _source_of(name, lambda: content_key("pydoc", texts), read, max_bytes)
+
+
+def _read_text(name, path, max_bytes):
+    """Yield (path, bytes); UsageError for a binary file."""
+    with open(path, "rb") as file:
+        data = file.read(max_bytes + 1 if max_bytes else -1)
+    if b"\0" in data:
+        if data.startswith(_COMPRESSED):
+            raise UsageError(
+                f"{name}: {path} is compressed; decompress it (only jsonl: reads compressed files)"
+            )
+        raise UsageError(
+            f"{name}: {path} is binary (a NUL at byte {data.index(0)}), not text; select the text "
+            "files, for example with a glob"
+        )
+    yield path, data
+
+
+def _read_python(path):
+    """Yield (path, bytes) unless the file is not UTF-8."""
+    with open(path, "rb") as file:
+        data = file.read()
+    with contextlib.suppress(UnicodeDecodeError):
+        data.decode()
+        yield path, data
+
+
+def _stdlib_files(name, skipped):
+    root, paths = sysconfig.get_paths()["stdlib"], []
     for folder, folders, files in os.walk(root):
-        folders[:] = [f for f in folders if f not in skip and not f.startswith("config-")]
+        skipped_here = _STDLIB_SKIPPED_FOLDERS | skipped
+        folders[:] = [f for f in folders if f not in skipped_here and not f.startswith("config-")]
         paths += [
-            os.path.join(folder, f)
-            for f in files
-            if f.endswith(".py") and not f.startswith(_STDLIB_SKIP_FILES)
+            os.path.join(folder, file)
+            for file in files
+            if file.endswith(".py") and not file.startswith(_STDLIB_SKIPPED_FILES)
         ]
     if not paths:
         raise UsageError(f"{name}: no Python source code in {root}; use text:PATH")
-    return sorted(paths, key=lambda p: Path(os.path.relpath(p, root)).as_posix())
+    return sorted(paths)
 
 
-class TextFiles:
-    """Files as documents, in the order given; empty files are skipped."""
-
-    def __init__(self, name, paths, max_bytes, root, skip_binary=False):
-        self.name, self._root, self._skip_binary = name, root, skip_binary
-        self._files = []
-        remaining = max_bytes or float("inf")
-        for path in paths:
-            take = min(size_of(name, path), remaining)
-            remaining -= take
-            if take:
-                self._files.append((path, int(take)))
-        if not self._files:
-            problem = f"{paths[0]} is empty" if len(paths) == 1 else "every file is empty"
-            raise UsageError(f"{name}: {problem}")
-
-    def identity(self):
-        """Hash of the content and its order; names and folders of the files do not matter."""
-        with readable(self.name):
-            return content_key("text", file_digests(self._root, self._files))
-
-    def documents(self):
-        """Yields a Document a file. Raises UsageError on a binary file."""
-        for path, size in self._files:
-            with readable(self.name), open(path, "rb") as file:
-                data = file.read(size)
-                cut = bool(file.read(1))
-            if cut:
-                data = whole_characters(data)
-            if b"\0" in data or (self._skip_binary and not _is_utf8(data)):
-                if self._skip_binary:
-                    continue
-                what = (
-                    f"is binary (a NUL at byte {data.index(0)}), not text; select the text files,"
-                )
-                hint = "for example with a glob"
-                if data.startswith(_PACKED):
-                    what = "is compressed:"
-                    hint = "decompress it (only jsonl: reads compressed files)"
-                raise UsageError(f"{self.name}: {path} {what} {hint}")
-            if data:
-                yield Document(path, data)
+# ---- files ---------------------------------------------------------------------------------------
 
 
-class ArrayRecords:
-    """Records of ArrayRecord files as documents.
+def check_present(spec, key):
+    """UsageError unless a source's setting is valid and its files, if they are local, exist."""
+    for part in _parts(spec, key):
+        kind, argument = parse(part, key)
+        name, path = f"{key}={spec!r}", os.path.expanduser(argument)
+        if kind in ("stdlib", "pydoc", "hf") or io.is_remote(argument):
+            continue
+        if not (kind == "tokens" and os.path.isdir(path)):  # its files have their own checks
+            find_files(name, argument, None)
 
-    With an empty `text_key` a record is the text itself in UTF-8; otherwise it is a JSON object or
-    a msgpack map that holds the text under `text_key`.
+
+def find_files(name, argument, root):
+    """The files that a path, folder or glob names, sorted; hidden ones are left out.
+
+    Args:
+      name: the setting and its value, for messages.
+      argument: if it is the name of an existing file, it names this file alone.
+      root: cache folder, for copies of the files of an object store.
+
+    Returns:
+      Their paths, at least one.
     """
-
-    def __init__(self, name, paths, text_key, max_bytes, root):
-        self.name, self._paths, self._key = name, paths, text_key
-        self._max_bytes, self._root = max_bytes, root
-
-    def identity(self):
-        """Hash of the files' content and of the settings that the text is read by."""
-        with readable(self.name):
-            digests = file_digests(
-                self._root, [(path, size_of(self.name, path)) for path in self._paths]
-            )
-        return content_key("arrayrecord", digests, self._key, self._max_bytes)
-
-    def documents(self):
-        """Yields a Document a record. Raises UsageError on a file or record of another kind."""
-        return limited(self._all_documents(), self._max_bytes)
-
-    def _all_documents(self):
-        from array_record.python.array_record_module import ArrayRecordReader
-
-        for path in self._paths:
-            try:
-                reader = ArrayRecordReader(path)
-                count = reader.num_records()
-            except RuntimeError as error:
-                raise self._unreadable(path, error) from error
-            if not count:  # of a file in another format the reader only says that it has 0
-                raise UsageError(
-                    f"{self.name}: {path} has no records: it is truncated, or not an "
-                    "ArrayRecord file"
-                )
-            for start in range(0, count, _RECORDS_AT_ONCE):
-                stop = min(start + _RECORDS_AT_ONCE, count)
-                try:
-                    records = reader.read(list(range(start, stop)))
-                except RuntimeError as error:
-                    raise self._unreadable(path, error) from error
-                for i, record in enumerate(records, start):
-                    yield self._document(f"{path} record {i}", record)
-            reader.close()
-
-    def _unreadable(self, path, error):
-        return UsageError(f"{self.name}: cannot read {path} ({' '.join(str(error).split())})")
-
-    def _document(self, record_name, record):
-        if not self._key:
-            _refuse_nul(f"{self.name}: {record_name}", record)
-            return Document(record_name, record)
-        fields = _fields(record)
-        if not isinstance(fields, dict) or self._key not in fields:
-            raise UsageError(
-                f"{self.name}: {record_name} is not JSON or msgpack with the key "
-                f"config.data.text_key={self._key!r} (for plain text records leave it empty)"
-            )
-        text = fields[self._key]
-        if not isinstance(text, str | bytes):  # bytes(10**10) would be as many zeros
-            raise UsageError(
-                f"{self.name}: {record_name}: config.data.text_key={self._key!r} has a value "
-                f"of type {type(text).__name__}, not text"
-            )
-        data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
-        _refuse_nul(f"{self.name}: {record_name}", data)
-        return Document(record_name, data)
+    if io.is_remote(argument):
+        return fetch_files(name, argument, root)
+    path = os.path.expanduser(argument)
+    if os.path.isdir(path):
+        below = glob.glob("**", root_dir=path, recursive=True)
+        found = [os.path.join(path, file) for file in sorted(below)]
+    else:
+        found = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
+    files = [file for file in found if os.path.isfile(file)]
+    if not files:
+        raise UsageError(f"{name}: no such file, or no file in this folder or of this pattern")
+    return files
 
 
-def _fields(record):
-    """`record` as JSON or else msgpack, or None."""
+def fetch_files(name, address, root):
+    """Copy the files at an address of an object store into the cache, unless it has them.
+
+    Args:
+      address: of a file, of a folder, or a pattern.
+
+    Returns:
+      Paths of the copies, in the order of the files. A copy is named by its quoted relative path.
+    """
+    import fsspec
+
     try:
-        return io.parse_json(record)
-    except ValueError:
-        import msgpack
+        store, pattern = fsspec.core.url_to_fs(address, use_listings_cache=False)
+        # A search finds nothing where this raises the reason.
+        store.info(re.split(r"/[^/]*[*?[]", pattern)[0])
+        files = {}
+        for path in store.glob(pattern.rstrip("/")):
+            files |= store.find(path, detail=True)
+    except ImportError as error:
+        scheme = address.partition("://")[0]
+        raise UsageError(f"{name} needs {extra({'gs': 'gcs'}.get(scheme, scheme))}") from error
+    except Exception as error:  # the clients of stores raise many unrelated types
+        raise io.unreachable(name, error) from error
+    if not files:
+        raise UsageError(f"{name}: no file matches")
+    top = os.path.commonpath([os.path.dirname(path) for path in files])
+    visible = [path for path in sorted(files) if "/." not in path.removeprefix(top)]
+    names = [urllib.parse.quote(os.path.relpath(path, top), safe="") for path in visible]
+    details = [files[path] for path in visible]
+    versions = [[each["size"], str(each.get("etag") or each.get("mtime"))] for each in details]
 
+    def build(folder):
+        log.info("copying %s to %s", name, folder.parent)
         try:
-            return msgpack.unpackb(record)
-        except Exception:  # msgpack raises a dozen unrelated types
-            return None
+            store.get(visible, [str(folder / file) for file in names])
+        except Exception as error:
+            if getattr(error, "errno", None) == errno.ENOSPC:
+                raise
+            raise io.unreachable(name, error) from error
+
+    folder = cached_folder(root, "fetched", content_key(address, names, versions), build)
+    return [str(folder / file) for file in names]
 
 
-def limited(documents, max_bytes):
-    """The documents up to `max_bytes` in all (0: no limit): the last is cut, empty ones dropped."""
-    remaining = max_bytes or float("inf")
-    for document in documents:
-        data = document.data
-        if len(data) > remaining:
-            data = whole_characters(data[: int(remaining)])
-        if data:
-            yield Document(document.name, data)
-        remaining -= len(document.data)
-        if remaining <= 0:
-            return
+@contextlib.contextmanager
+def readable(name):
+    """Raise an OSError of the body as a UsageError that names the source and the file."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{name}: cannot read {error.filename} ({error.strerror})") from error
+
+
+# ---- bytes of text -------------------------------------------------------------------------------
 
 
 def whole_characters(data):
@@ -396,37 +404,3 @@ def whole_characters(data):
 def document_digest(data):
     """16 bytes that depend on nothing but the text."""
     return hashlib.blake2b(data, digest_size=16).digest()
-
-
-def _is_utf8(data):
-    try:
-        data.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _refuse_nul(document_name, data):
-    if b"\0" in data:
-        raise UsageError(f"{document_name} is binary (a NUL at byte {data.index(0)}), not text")
-
-
-def size_of(name, path):
-    with readable(name):
-        return os.path.getsize(path)
-
-
-class readable:
-    """Turns an OSError into one line that names the source and the file."""
-
-    def __init__(self, name):
-        self._name = name
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, traceback):
-        if isinstance(error, OSError):
-            raise UsageError(
-                f"{self._name}: cannot read {error.filename} ({error.strerror})"
-            ) from error

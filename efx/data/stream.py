@@ -1,4 +1,4 @@
-"""A long run of tokens that stays on disk, and its documents."""
+"""Token ids that stay on disk, and the documents in them."""
 
 import bisect
 import dataclasses
@@ -31,10 +31,7 @@ class Stream:
         return Stream(arrays)
 
     def _copy(self, start, target):
-        """Copies the tokens from `start` on into the 1-D array `target`."""
-        if len(self._arrays) == 1:
-            target[:] = self._arrays[0][start : start + len(target)]
-            return
+        """Copy the tokens from `start` on into the 1-D array `target`."""
         index, copied = bisect.bisect_right(self._ends, start), 0
         while copied < len(target):
             array = self._arrays[index]
@@ -65,7 +62,7 @@ class TokenSplit:
 
     Attributes:
       name: of its source, for messages.
-      stream: Stream.
+      stream: Stream, or `growing.GrowingTokens`.
       spans: int64[n, 2], first and last-plus-one token of each document; None if unknown.
       text_bytes: bytes of text in it; None if unknown.
     """
@@ -75,23 +72,20 @@ class TokenSplit:
     spans: object = None
     text_bytes: object = None
 
-
-def documents_between(stream, eot):
-    """int64[n, 2]: first and last-plus-one token of each document, none empty.
-
-    Documents end at the token `eot`; without one (None), where an array of the stream ends.
-    """
-    ends, begin = [np.array([-1])], 0
-    for array in stream.arrays():
-        ends_in_array = [len(array)] if eot is None else np.flatnonzero(array == eot)
-        ends.append(np.asarray(ends_in_array, np.int64) + begin)
-        begin += len(array)
-    if eot is None:
-        edges = np.concatenate([[0], *ends[1:]])
-        return np.stack([edges[:-1], edges[1:]], 1)
-    edges = np.concatenate([*ends, [len(stream)]])
-    spans = np.stack([edges[:-1] + 1, edges[1:]], 1)
-    return spans[spans[:, 0] < spans[:, 1]]
+    def documents(self, eot):
+        """`spans`; if they are unknown, documents end at the token `eot`, or without one (None)
+        where an array of the stream ends."""
+        if self.spans is not None:
+            return self.spans
+        arrays = self.stream.arrays()
+        if eot is None:
+            edges = np.cumsum([0, *map(len, arrays)])
+            return np.stack([edges[:-1], edges[1:]], 1)
+        begins = np.cumsum([0, *map(len, arrays)])
+        ends = [np.flatnonzero(a == eot) + begin for a, begin in zip(arrays, begins, strict=False)]
+        edges = np.concatenate([[-1], *ends, [len(self.stream)]])
+        spans = np.stack([edges[:-1] + 1, edges[1:]], 1)
+        return spans[spans[:, 0] < spans[:, 1]]
 
 
 def count_bytes(stream, lengths, start=0):

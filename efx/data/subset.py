@@ -30,39 +30,34 @@ class Subset:
 
     @classmethod
     def load(cls, path):
-        """Raises UsageError if the file is missing or damaged."""
+        """Read a file. Raises UsageError if it is missing or damaged."""
         setting = f"config.data.subset={str(path)!r}"
-        path = io.local_path(path, "config.data.subset")
-        if not path.is_file():
-            raise UsageError(
-                f"{setting}: there is no such file; --mode=cluster writes one for each cluster"
-            )
         try:
-            # A list of all documents of a large corpus is large.
-            stored = io.parse_json(path.read_text())
+            # Not limited in size: the list of a large corpus is long.
+            stored = io.parse_json(io.local_path(path, "config.data.subset").read_text())
             subset = cls(stored["documents"])
-            sound = subset.key == stored["sum"]
-        except (ValueError, TypeError, KeyError):
-            sound = False
-        if not sound:
+            if subset.key != stored["sum"]:
+                raise ValueError("it does not match its checksum")
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise UsageError(
-                f"{setting} is damaged, or not a list of documents; run --mode=cluster again"
-            )
+                f"{setting} is missing or damaged ({error}); --mode=cluster writes such a file for "
+                "each cluster"
+            ) from error
         return subset
 
-    def pick(self, pieces):
-        """Of the pieces ("train" or "eval", name, bytes) all held-out and all listed ones.
+    def select(self, pieces):
+        """The pieces ("train" or "eval", name, bytes) that are held out or listed.
 
-        Raises UsageError, after the last piece, if a listed document was not among them.
+        Raises:
+          UsageError: after the last piece, if a listed document was not among them.
         """
         missing = set(self.digests)
         for split, name, data in pieces:
             digest = document_digest(data).hex()
-            if split == "eval":
+            if split == "eval" or digest in self.digests:
                 yield split, name, data
-            elif digest in self.digests:
-                missing.discard(digest)
-                yield split, name, data
+                if split == "train":
+                    missing.discard(digest)
         if missing:
             raise UsageError(
                 f"config.data.subset: {len(missing)} of its {len(self.digests)} documents are "

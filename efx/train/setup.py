@@ -306,8 +306,8 @@ def _open_data(config, workdir, splits):
         seed=config.seed,
         tokenizer_path=other_runs.saved_tokenizer(config, workdir),
         splits=splits,
-        run_origin=origin,
-        same_text=same_text,
+        recorded_origin=origin,
+        is_recorded_text=same_text,
     )
     return data, mesh, rules
 

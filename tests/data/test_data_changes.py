@@ -8,9 +8,9 @@ import sysconfig
 import numpy as np
 import pytest
 from data_helpers import (
-    MemorySource,
     few_examples,
     make_config,
+    memory_source,
     open_data,
     refuse_data,
     split_sizes,
@@ -94,24 +94,24 @@ def test_text_held_out_before_the_source_grew_stays_held_out(kind, tmp_path, mon
     config = make_config(source.format(folder), tmp_path, **settings)
     old = open_data(config)
     heldout = lines(old, "eval")
-    assert open_data(config, run_origin=old.origin).fingerprint == old.fingerprint
+    assert open_data(config, recorded_origin=old.origin).fingerprint == old.fingerprint
     for name, texts in grow.items():
         write(folder / name, texts)
-    refuse_data(config, f"config.data.source={config.source!r}", run_origin=old.origin)
+    refuse_data(config, f"config.data.source={config.source!r}", recorded_origin=old.origin)
     if config.split == "tail" and kind != "shards":  # a new run trains on it
         assert lines(open_data(config), "train") & heldout
     config.on_change = "keep_split"
-    kept = open_data(config, run_origin=old.origin)
+    kept = open_data(config, recorded_origin=old.origin)
     assert lines(kept, "eval") == heldout
     trained = lines(kept, "train")
     assert not trained & heldout and any(line.startswith("new") for line in trained)
     assert lines(old, "train") <= trained | heldout
     # Accepted once, it is the run's text: it needs no setting, and another change is refused.
     config.on_change = "error"
-    assert open_data(config, run_origin=kept.origin).fingerprint == kept.fingerprint
+    assert open_data(config, recorded_origin=kept.origin).fingerprint == kept.fingerprint
     if kind == "folder":
         (folder / "d.txt").write_text("more")
-        refuse_data(config, config.source, run_origin=kept.origin)
+        refuse_data(config, config.source, recorded_origin=kept.origin)
 
 
 def test_a_split_whose_held_out_text_has_changed_cannot_be_kept(tmp_path):
@@ -121,12 +121,12 @@ def test_a_split_whose_held_out_text_has_changed_cannot_be_kept(tmp_path):
         old = open_data(config)
         (folder / f"0 {split}.txt").write_text("sorts first")
         if split == "tail":
-            refuse_data(config, config.source, run_origin=old.origin)
+            refuse_data(config, config.source, recorded_origin=old.origin)
             continue
-        assert open_data(config, run_origin=old.origin).eval_tokens == old.eval_tokens
+        assert open_data(config, recorded_origin=old.origin).eval_tokens == old.eval_tokens
         for path in folder.rglob("*.txt"):
             path.write_text(path.read_text() + "longer")
-        refuse_data(config, config.source, run_origin=old.origin)
+        refuse_data(config, config.source, recorded_origin=old.origin)
     assert not list((tmp_path / "cache").glob("*/*.tmp-*"))
 
 
@@ -138,13 +138,13 @@ TEXTS = st.lists(st.binary(max_size=20), min_size=1, max_size=6)
 def test_a_split_is_kept_over_any_growth(old, new, how, fraction):
     """Old documents stay on their side, and no new one is held out."""
     try:
-        decision = held_out.decide(MemorySource(old), how, fraction)
+        decision = held_out.decide(memory_source(old), how, fraction)
     except UsageError:
         return
 
     def sides(texts):
         found = {"train": [], "eval": []}
-        for part, _, data in held_out.pieces(MemorySource(texts), decision):
+        for part, _, data in held_out.pieces(memory_source(texts), decision):
             found[part].append(data)
         return found
 
@@ -231,4 +231,4 @@ def test_evaluation_needs_no_training_text(tmp_path):
     # The run's held-out text may not change either.
     origin = data.origin
     (tmp_path / "short.txt").write_text("abcd")
-    refuse_data(config, config.eval_source, run_origin=origin, splits=("eval",), **known)
+    refuse_data(config, config.eval_source, recorded_origin=origin, splits=("eval",), **known)

@@ -5,10 +5,10 @@ import os
 import numpy as np
 import pytest
 from data_helpers import (
-    MemorySource,
     cache_entries,
     few_examples,
     make_config,
+    memory_source,
     open_data,
     same,
     split_documents,
@@ -58,7 +58,7 @@ def test_the_tail_drops_no_text_and_cuts_no_character(texts, fraction):
     texts = [t.decode("latin-1").encode() for t in texts]
     whole = b"".join(texts)
     try:
-        pieces = list(split_documents(MemorySource(texts), "tail", fraction))
+        pieces = list(split_documents(memory_source(texts), "tail", fraction))
     except UsageError:
         assert int((1 - fraction) * len(whole.decode())) in (0, len(whole.decode()))
         return
@@ -71,7 +71,7 @@ def test_the_tail_drops_no_text_and_cuts_no_character(texts, fraction):
 
 def test_the_tail_of_a_text_of_many_megabytes_begins_at_a_character():
     text = "aé漢😀" * 3_000_000
-    pieces = list(split_documents(MemorySource([text.encode()]), "tail", 0.3))
+    pieces = list(split_documents(memory_source([text.encode()]), "tail", 0.3))
     cut = int(0.7 * len(text))
     assert [data.decode() for _, _, data in pieces] == [text[:cut], text[cut:]]
 
@@ -80,7 +80,7 @@ def test_the_tail_of_a_text_of_many_megabytes_begins_at_a_character():
 @given(st.lists(st.binary(min_size=1, max_size=30), min_size=1, max_size=20), st.floats(0.01, 0.99))
 def test_documents_are_whole_and_on_one_side(texts, fraction):
     def split():
-        return list(split_documents(MemorySource(texts), "documents", fraction))
+        return list(split_documents(memory_source(texts), "documents", fraction))
 
     if len(set(texts)) < 2:
         refused(split, "config.data.split='documents'")
@@ -103,7 +103,7 @@ def test_the_held_out_documents_are_the_same_in_every_version(tmp_path):
 
 def test_held_out_documents_come_near_the_fraction_and_neither_side_is_empty():
     def heldout(texts, fraction):
-        pieces = split_documents(MemorySource(texts), "documents", fraction)
+        pieces = split_documents(memory_source(texts), "documents", fraction)
         return [data for part, _, data in pieces if part == "eval"]
 
     rng = np.random.default_rng(0)
@@ -169,7 +169,7 @@ DAMAGE = {
     "train.bin": lambda p: p.write_bytes(bytes([p.read_bytes()[0] ^ 1]) + p.read_bytes()[1:]),
     "eval_spans.npy": lambda p: p.write_bytes(p.read_bytes()[:-1]),
     "info.json": lambda p: p.unlink(),
-    "manifest.json": lambda p: p.write_bytes(b""),
+    ".manifest.json": lambda p: p.write_bytes(b""),
 }
 
 

@@ -154,7 +154,7 @@ def test_text_that_repeats_a_held_out_document_is_not_trained_on(tmp_path):
     assert len(heldout) == len(set(heldout)) and not set(heldout) & set(trained)
     assert len(trained) == len(TEXTS) + 60 - 2 * len(heldout)
     # A clustering reads the same documents.
-    opened = OpenedTexts(make(DataConfig, config), run_origin=data.origin)
+    opened = OpenedTexts(make(DataConfig, config), recorded_origin=data.origin)
     pieces = [(split, text.decode()) for split, _, text in opened.pieces()]
     assert [text for split, text in pieces if split == "eval"] == heldout
     assert [text for split, text in pieces if split == "train"] == trained
@@ -168,7 +168,7 @@ def test_a_tokenizer_is_trained_on_the_head_without_the_held_out_documents(tmp_p
     # The same ones are held out, which now contain a word of their own.
     digests = sorted(sources.document_digest(t.encode()).hex() for t in written if "quagga" in t)
     origin = open_data(config).origin | {"held_out": {"documents": digests}}
-    tokens = b" ".join(open_data(config, run_origin=origin).tokenizer.token_bytes())
+    tokens = b" ".join(open_data(config, recorded_origin=origin).tokenizer.token_bytes())
     assert b"document" in tokens and b"ebr" not in tokens and b"uag" not in tokens
 
 
@@ -176,11 +176,11 @@ def test_a_run_keeps_its_held_out_documents_when_the_text_grows(tmp_path):
     config = growing_config(tmp_path)
     first = open_data(config)
     trained = documents(first, "train")
-    assert open_data(config, run_origin=first.origin).fingerprint == first.fingerprint
+    assert open_data(config, recorded_origin=first.origin).fingerprint == first.fingerprint
     write(tmp_path / "text.jsonl", [*TEXTS, "more"])
-    refuse_data(config, config.source, run_origin=first.origin)
+    refuse_data(config, config.source, recorded_origin=first.origin)
     config.on_change = "keep_split"
-    kept = open_data(config, run_origin=first.origin)
+    kept = open_data(config, recorded_origin=first.origin)
     assert documents(kept, "eval") == documents(first, "eval")
     assert documents(kept, "train") == [*trained, "more"]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from data_helpers import make_config, open_data, read_texts, refuse_data, served_data_set
 
-from efx.data import rows, sources
+from efx.data import sources
 from efx.errors import PassingError
 
 TEXTS = [f"text {i} é 漢" * (i % 5) for i in range(40)]
@@ -135,9 +135,9 @@ def test_a_hugging_face_data_set_is_read_as_a_stream(tmp_path):
         patch.setattr(datasets.DatasetBuilder, "download_and_prepare", None)
         assert read(source, tmp_path) == [text for text in TEXTS if text]
         first = open_data(config)
-    assert open_data(config, run_origin=first.origin).fingerprint == first.fingerprint
+    assert open_data(config, recorded_origin=first.origin).fingerprint == first.fingerprint
     write_parquet(folder / "train-1.parquet", TEXTS[31:])
-    refuse_data(config, source, "on_change", run_origin=first.origin)
+    refuse_data(config, source, "on_change", recorded_origin=first.origin)
     config.text_key = "body"
     refuse_data(config, "text_key='body'", "id, text")
     (folder / "train-1.parquet").write_bytes(b"PAR1")
@@ -151,21 +151,18 @@ def test_a_hugging_face_data_set_needs_its_library(tmp_path, monkeypatch):
     refuse_data(make_config("hf:some/thing", tmp_path), "config.data.source='hf:some/thing'")
 
 
-def test_a_stream_resumes_where_the_network_failed(tmp_path, monkeypatch):
+def test_a_network_that_fails_is_a_passing_error(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets", reason="the extra `hf` is not installed")
     for setting in ("STREAMING_OPEN_MAX_RETRIES", "STREAMING_READ_MAX_RETRIES"):  # the library's
         monkeypatch.setattr(datasets.config, setting, 1)
         monkeypatch.setattr(datasets.config, setting.replace("MAX_RETRIES", "RETRY_INTERVAL"), 0)
-    monkeypatch.setattr(rows, "_RETRY_SECONDS", 0.001)
     texts = [f"text {i}" for i in range(40)]
     (tmp_path / "a.jsonl").write_bytes(lines(texts[:30]))
     (tmp_path / "b.jsonl").write_bytes(lines(texts[30:]))
     with served_data_set(tmp_path) as (source, server):
         config = make_config(source, tmp_path, text_key="text")
         opened = sources.open_source(config, tmp_path / "cache")
-        for failures in (4, 0):
-            server.failures = failures
-            assert [document.data.decode() for document in opened.documents()] == texts
-        server.failures = 1000
+        assert [document.data.decode() for document in opened.documents()] == texts
+        server.is_down = True
         with pytest.raises(PassingError, match="row 30"):
             list(opened.documents())

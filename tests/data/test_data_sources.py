@@ -62,15 +62,13 @@ def test_the_standard_library(tmp_path):
 
 
 def test_array_records(tmp_path):
-    import msgpack
-
     texts = [f"text {i} é" for i in range(7)]
     write_records(tmp_path / "a-0.array_record", [t.encode() for t in texts[:4]])
     write_records(tmp_path / "a-1.array_record", [t.encode() for t in texts[4:]])
     source = f"arrayrecord:{tmp_path}/a-*.array_record"
     assert read_texts(source, tmp_path) == texts
     assert read_texts(source, tmp_path, max_bytes=12) == [texts[0], "tex"]
-    records = [json.dumps({"body": texts[0]}).encode(), msgpack.packb({"body": texts[1], "n": 3})]
+    records = [json.dumps({"body": text, "n": 3}).encode() for text in texts[:2]]
     path = tmp_path / "b.array_record"
     write_records(path, records)
     assert read_texts(f"arrayrecord:{path}", tmp_path, text_key="body") == texts[:2]
@@ -167,11 +165,11 @@ def test_a_run_keeps_its_held_out_tokens_or_is_refused(tmp_path):
     config = make_config(f"tokens:{tmp_path}", tmp_path, on_change="keep_split")
     origin = open_data(config).origin
     np.append(tokens, tokens[:40]).tofile(tmp_path / "train.bin")
-    data = open_data(config, run_origin=origin)
+    data = open_data(config, recorded_origin=origin)
     assert token_ids(data, "eval") == [*range(150, 200)]
     assert token_ids(data, "train") == [*range(150), *range(40)]
     tokens[::-1].tofile(tmp_path / "train.bin")
-    refuse_data(config, config.source, run_origin=origin)
+    refuse_data(config, config.source, recorded_origin=origin)
 
 
 def test_token_shards_that_do_not_fit_are_refused(tmp_path):
@@ -218,7 +216,7 @@ def test_shards_of_llm_c(llm_c, tmp_path):
     data = open_data(config)
     assert token_ids(data, "train") == [*range(150)]
     assert token_ids(data, "eval") == [*range(200, 250)]
-    assert open_data(config, run_origin=data.origin).fingerprint == data.fingerprint
+    assert open_data(config, recorded_origin=data.origin).fingerprint == data.fingerprint
     config.max_bytes = 120
     assert split_sizes(config) == (60, 50)
     # Without shards for evaluation the tail is held out.
@@ -228,7 +226,7 @@ def test_shards_of_llm_c(llm_c, tmp_path):
     assert split_sizes(config) == (50, 50)
     llm_c_shard(llm_c / "fineweb_val_000000.bin", np.arange(100, 150))
     config = make_config(f"tokens:{llm_c}", tmp_path)
-    refuse_data(config, config.source, "on_change", run_origin=data.origin)
+    refuse_data(config, config.source, "on_change", recorded_origin=data.origin)
 
 
 def test_a_training_shard_cannot_be_the_held_out_text(llm_c, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from efx.data.pipeline import Data
-from efx.data.stream import Stream
+from efx.data.stream import Stream, TokenSplit
 from efx.data.tokenizers import ByteTokenizer
 from efx.parallel import sharding
 from efx.train import optim, step
@@ -264,6 +264,6 @@ def test_evaluation_does_not_depend_on_how_its_rows_are_batched():
 def test_rows_that_fill_up_the_last_evaluation_batch_are_not_measured():
     config = ConfigDict(dict(seq_len=LENGTH, packing=False))
     tokens = np.random.default_rng(0).integers(1, families.VOCAB, 6 * LENGTH + 1)
-    streams = {"eval": Stream([tokens.astype(np.uint16)])}
-    data = Data(config, 0, ByteTokenizer(), streams, None, None, "key")
+    splits = {"eval": TokenSplit("text", Stream([tokens.astype(np.uint16)]))}
+    data = Data(config, 0, ByteTokenizer(), splits, "key")
     same_numbers(evaluation()(data.eval_batches(4)), evaluation()(data.eval_batches(2)))

@@ -18,7 +18,7 @@ from study_helpers import error_line
 from efx import models
 from efx.data.bpe import train_bpe
 from efx.data.pipeline import Data
-from efx.data.stream import Stream
+from efx.data.stream import Stream, TokenSplit
 from efx.data.tokenizers import ByteTokenizer
 from efx.layers import batch_means
 from efx.layers.stack import scan_params
@@ -223,8 +223,8 @@ def test_blocks_of_latents_compute_at_the_last_tokens_of_groups():
 
 def test_a_held_out_text_shorter_than_a_row_is_not_padded():
     config = ConfigDict(dict(seq_len=16, packing=False))
-    streams = {"eval": Stream([np.arange(1, 6, dtype=np.uint16)])}
-    data = Data(config, 0, ByteTokenizer(), streams, None, None, "key")
+    splits = {"eval": TokenSplit("text", Stream([np.arange(1, 6, dtype=np.uint16)]))}
+    data = Data(config, 0, ByteTokenizer(), splits, "key")
     assert token_map.held_out(data) == ([1, 2, 3, 4], 5)
 
 
