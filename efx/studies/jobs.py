@@ -11,7 +11,9 @@ import subprocess
 import sys
 import threading
 
-from efx.config.load import to_config
+from efx import run_dir
+from efx.config import schema
+from efx.config.load import completed, to_config
 from efx.errors import UsageError
 from efx.parallel.signals import ENDS_WITH, STOPPING
 
@@ -140,17 +142,28 @@ def _split_cpus(jobs):
 
 
 def _is_finished(arguments):
-    """Whether `python -m efx.main` has nothing to do for a run: it has ended with this config."""
+    """Whether `python -m efx.main` has no work: the run is at its last step, evaluated and sampled,
+    with a finite loss."""
     from efx.config import flags
-    from efx.train import run_files
+    from efx.train import run_files, trainer
 
     try:
         values = flags.parse(["efx", *arguments])
         if values.mode != "train":
             return False
-        return run_files.is_finished(to_config(values.config), values.workdir)
-    except UsageError:  # which the command itself reports
+        config, workdir = to_config(values.config), values.workdir
+        step, meta = run_dir.newest_meta(workdir)
+        if step is None or meta.get("last_step") != step:
+            return False
+        plain = schema.as_dict(config)
+        changed = run_dir.check_config(workdir, plain, run_files.MAY_DIFFER, completed)
+        if changed.keys() & {"steps", "train_flops"}:
+            return False
+        row = trainer.row_of(workdir, step)
+    except UsageError:  # the command itself reports it
         return False
+    is_finite = row.get("eval/loss") is not None and not row.get("train/nonfinite_run")
+    return is_finite and not trainer.missing_work(config, workdir, step, step)
 
 
 def run_main(title, arguments, log, cpus=None):

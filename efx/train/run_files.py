@@ -8,9 +8,8 @@ from efx.config.load import completed
 from efx.errors import UsageError
 from efx.logging import MetricsWriter
 from efx.logging.progress import is_primary
-from efx.logging.writer import WANDB_ID_FILE, WRITTEN, check_wandb, samples_path
+from efx.logging.writer import WANDB_ID_FILE, WRITTEN, check_wandb
 from efx.parallel import multihost
-from efx.train import setup
 
 # The settings that a later launch of the same run may change.
 MAY_DIFFER = (
@@ -142,48 +141,3 @@ class RunFiles:
             "tags": list(c.wandb_tags),
             "config": schema.as_dict(self._config),
         }
-
-    def missing_work(self, step, last_step):
-        """`missing_work` as process 0 sees it."""
-
-        def is_missing(name):
-            return int(name in missing_work(self._config, self.mirror.path, step, last_step))
-
-        names = ("evaluate", "sample")
-        return [n for n in names if multihost.run_on_primary(self.workdir, lambda: is_missing(n))]  # noqa: B023
-
-
-def is_finished(config, workdir):
-    """Whether a launch with this `Config` has no work: the run is at its last step, evaluated and
-    sampled, with a finite loss."""
-    step, meta = run_dir.newest_meta(workdir)
-    if step is None or meta.get("last_step") != step:
-        return False
-    changed = run_dir.check_config(workdir, schema.as_dict(config), MAY_DIFFER, completed)
-    if changed.keys() & {"steps", "train_flops"} or missing_work(config, workdir, step, step):
-        return False
-    row = row_of(workdir, step)
-    return row["eval/loss"] is not None and not row.get("train/nonfinite_run")
-
-
-def due_at(config, step, last_step):
-    """The work due after a step, a part of ["checkpoint", "evaluate", "sample"] in this order."""
-    every = {name: getattr(config, name).every for name in ("checkpoint", "evaluate", "sample")}
-    if step == last_step:
-        return ["checkpoint", "evaluate"] + ["sample"] * bool(every["sample"])
-    return [name for name in every if step and every[name] and step % every[name] == 0]
-
-
-def missing_work(config, workdir, step, last_step):
-    """The part of ["evaluate", "sample"] that is due at a step and has no output on disk."""
-    folder, due = io.folder(workdir), due_at(config, step, last_step)
-    is_missing = {
-        "evaluate": "eval/loss" not in row_of(workdir, step),
-        "sample": not samples_path(folder, step).exists(),
-    }
-    return [name for name in is_missing if name in due and is_missing[name]]
-
-
-def row_of(workdir, step):
-    """The row of a step in a run's metrics; {} without one."""
-    return next((row for row in setup.read_rows(workdir) if row["step"] == step), {})

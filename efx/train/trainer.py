@@ -13,19 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from efx import run_dir
+from efx import io, run_dir
 from efx.checkpoint import start_from
 from efx.checkpoint.manifest import warn
 from efx.checkpoint.params import fingerprint
 from efx.config.load import to_config
 from efx.errors import UsageError
 from efx.logging import Progress
+from efx.logging.writer import samples_path
 from efx.parallel import multihost, sharding
 from efx.parallel.signals import Interrupted, StopSignals
 from efx.sampling import TextSampler
 from efx.train import memory, messages, optim, setup
 from efx.train.evaluator import Evaluator, describe
-from efx.train.run_files import RunFiles, due_at, row_of
+from efx.train.run_files import RunFiles
 from efx.train.run_log import RunLog
 
 
@@ -66,6 +67,29 @@ def compose(config, workdir, *, command_line=(), started=None):
     return train_and_evaluate(
         config, workdir, command_line=command_line, started=started, train=False
     )
+
+
+def due_at(config, step, last_step):
+    """The work due after a step, a part of ["checkpoint", "evaluate", "sample"] in this order."""
+    every = {name: getattr(config, name).every for name in ("checkpoint", "evaluate", "sample")}
+    if step == last_step:
+        return ["checkpoint", "evaluate"] + ["sample"] * bool(every["sample"])
+    return [name for name in every if step and every[name] and step % every[name] == 0]
+
+
+def missing_work(config, workdir, step, last_step):
+    """The part of ["evaluate", "sample"] that is due at a step and has no output on disk."""
+    folder, due = io.folder(workdir), due_at(config, step, last_step)
+    is_missing = {
+        "evaluate": "eval/loss" not in row_of(workdir, step),
+        "sample": not samples_path(folder, step).exists(),
+    }
+    return [name for name in is_missing if name in due and is_missing[name]]
+
+
+def row_of(workdir, step):
+    """The row of a step in a run's metrics; {} without one."""
+    return next((row for row in setup.read_rows(workdir) if row["step"] == step), {})
 
 
 class Trainer:
@@ -155,7 +179,7 @@ class Trainer:
                     self.println(f"composed already: {self.workdir} is at step {self.step}")
                 return self._finish()
             if not self.files.is_new:
-                self._evaluate_and_sample(self.files.missing_work(self.step, e.steps))
+                self._evaluate_and_sample(self._missing_work())
             if self.step == e.steps:
                 is_row_new = bool(self.log.last_row)
                 return self._finish() if is_row_new else self._finish_again(", its last step")
@@ -194,19 +218,31 @@ class Trainer:
         self.position = self.iterator.get_state()
         return origin
 
+    def _missing_work(self):
+        """`missing_work` at the restored step, as process 0 sees it."""
+
+        def is_missing(name):
+            work = missing_work(
+                self.config, self.files.mirror.path, self.step, self.experiment.steps
+            )
+            return int(name in work)
+
+        names = ("evaluate", "sample")
+        return [n for n in names if multihost.run_on_primary(self.workdir, lambda: is_missing(n))]  # noqa: B023
+
     # ---- the loop --------------------------------------------------------------------------------
 
     def _train(self):
         """Train to the last step; Interrupted after the step at which a signal stops the run."""
-        e, stage, is_first = self.experiment, None, True
+        e, compiled, is_first = self.experiment, None, True
+        stage_starts = {stage.start for stage in e.stages}
         batch = self._next_batch()
         self.log.watch.start()
         while self.step < e.steps:
-            if stage is not e.stage(self.step):
-                stage = e.stage(self.step)
+            if compiled is None or self.step in stage_starts:
                 self._collect_metrics(wait=True)
                 with self.log.watch.paused():
-                    compiled = self._compile(stage)
+                    compiled = self._compile(e.stage(self.step))
             self.log.update_profile(self.step, self.files.mirror.path)
             # Before the first step there is nothing to save, and signals end the process.
             self.signals.listen()
@@ -251,7 +287,8 @@ class Trainer:
                     "and were skipped; lower config.optim.learning_rate, or raise "
                     "config.train.max_nonfinite. The last checkpoint is unchanged"
                 )
-        self.files.mirror.upload(if_due=True)
+            if step % self.config.log.every == 0:
+                self.files.mirror.upload(if_due=True)
 
     def _interruptible(self, work):
         """`work()` in a thread; Interrupted as soon as a signal comes."""
