@@ -25,7 +25,7 @@
 # --worker         logs, all: number of the worker whose log to follow (default: all)
 # --tries          all: number of starts at most (default: 5)
 # --delete-after   all: delete the TPU at the end, also after an error or a signal
-# --dry-run        print the commands and run none; states are not requested
+# --dry-run        print the commands and run none
 #
 #   launch/tpu_pod.sh all --name efx --zone us-west4-a --type v5litepod-16 --spot \
 #     --setup 'mountpoint -q /mnt || sudo mount 10.0.0.2:/vol /mnt' \
@@ -34,22 +34,15 @@
 # --workdir must be storage that all workers see (gs://, a mounted bucket, Filestore): the TPU's own
 # disks are lost with it. The exit status is training's (scheduled.sh lists them); 1 if the last of
 # --tries could not start it, 2 for an error of this script, and 129, 130 or 143 after a signal.
-# EFX_POLL: seconds between two requests of the state (default: 30). EFX_PAUSE: seconds before
-# another try (default: 60).
+# EFX_POLL, EFX_PAUSE: seconds between two requests of the state (30) and before another try (60).
 set -euo pipefail
 
 root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 name='' zone='' project='' type='' version='' slices=1 setup='' extras='' worker=all tries=5
 spot='' delete_after='' dry_run='' yes=''
 
-say() {
-  echo "efx: $*" >&2
-}
-
-fail() {
-  say "error: $*"
-  exit 2
-}
+say() { echo "efx: $*" >&2; }
+fail() { say "error: $*" && exit 2; }
 
 step="${1:-}"
 case "$step" in
@@ -84,13 +77,12 @@ workdir_elsewhere='--?workdir[= ](gs://|/)'
 [[ "$*" =~ $workdir_elsewhere ]] || on_disk='touch efx/on_disk; '
 [ -z "$delete_after" ] || [ -z "$on_disk" ] ||
   fail "--delete-after deletes the run too; give --workdir gs://BUCKET/FOLDER or a mounted folder"
+for extra in ${extras//,/ }; do # before the TPU costs money
+  grep -q "^$extra = \[" "$root/pyproject.toml" || fail "--extras: unknown extra '$extra'"
+done
 extras="tpu${extras:+,$extras}"
 case "$*" in *gs://*) extras+=,gcs ;; esac
 case "$*" in *s3://*) extras+=,s3 ;; esac
-for extra in ${extras//,/ }; do # before the TPU costs money
-  grep -q "^$extra = \[" "$root/pyproject.toml" ||
-    fail "--extras: unknown extra '$extra'; pyproject.toml has the list"
-done
 case "$version$type" in
   v5litepod-*) version=v2-alpha-tpuv5-lite ;;
   v5p-*) version=v2-alpha-tpuv5 ;;
@@ -98,9 +90,7 @@ case "$version$type" in
 esac
 where=(--zone="$zone" ${project:+--project="$project"})
 
-tpus() {
-  gcloud compute tpus "$@" "${where[@]}"
-}
+tpus() { gcloud compute tpus "$@" "${where[@]}"; }
 
 # Runs a command on all workers, or on worker $2 of each slice. The ssh flag notices lost machines.
 on_workers() {
@@ -152,12 +142,9 @@ request() {
 
 # Requests the TPU if there is none and waits for it; returns 1 if that fails.
 create() {
-  local before='' new=''
-  while :; do
-    update_state
-    ! is_up || return 0
-    [ "$state" = "$before" ] || say "TPU $name: $state"
-    before="$state"
+  local new=''
+  while update_state && ! is_up; do
+    say "TPU $name: $state"
     case "$new$state" in
       newFAILED | newSUSPENDED | newPREEMPTED | newTERMINATED)
         tpus queued-resources describe "$name" >&2
@@ -187,7 +174,7 @@ run() {
 watch() {
   local lines=+1
   while :; do
-    set -m # in the background, so that a signal interrupts it; a process group, to end ssh too
+    set -m # in the background for signals to interrupt it; a process group, to end ssh too
     on_workers "$(worker_step follow "$lines")" "$worker" </dev/null &
     set +m
     follower=$!
@@ -199,9 +186,7 @@ watch() {
   done
 }
 
-stop() {
-  on_workers "[ ! -e efx ] || $(worker_step stop)"
-}
+stop() { on_workers "[ ! -e efx ] || $(worker_step stop)"; }
 
 delete() {
   ! is_up || stop || say "cannot stop efx; its last checkpoint is valid"
@@ -217,13 +202,14 @@ all() {
       sleep "${EFX_PAUSE:-60}"
     fi
     status=1
-    create && { [ "$state" = running ] || run "$@"; } || continue
-    watch
-    case "$state" in
-      ABSENT | DELETING) fail "TPU $name was deleted" ;;
-      75 | 134 | 137 | 139 | 143) status="$state" ;;
-      [0-9]*) exit "$state" ;;
-    esac
+    if create && { [ "$state" = running ] || run "$@"; }; then
+      watch
+      case "$state" in
+        ABSENT | DELETING) fail "TPU $name was deleted" ;;
+        75 | 134 | 137 | 139 | 143) status="$state" ;;
+        [0-9]*) exit "$state" ;;
+      esac
+    fi
   done
   say "error: no more starts after --tries=$tries"
   exit "$status"
