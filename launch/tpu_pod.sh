@@ -42,7 +42,7 @@ name='' zone='' project='' type='' version='' slices=1 setup='' extras='' worker
 spot='' delete_after='' dry_run='' yes=''
 
 say() { echo "efx: $*" >&2; }
-fail() { say "error: $*" && exit 2; }
+fail() { say "error: $*"; exit 2; }
 
 step="${1:-}"
 case "$step" in
