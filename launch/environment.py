@@ -38,14 +38,10 @@ def requirements(extras):
 def installed(venv):
     """Return the lines of efx-installed; None if the environment is broken or of another Python."""
     python, stamp = venv / "bin/python", venv / "efx-installed"
-    probe = f"import sys; sys.exit(sys.version_info[:2] != {tuple(sys.version_info[:2])})"
-    if (
-        not stamp.exists()
-        or not python.exists()
-        or subprocess.run([python, "-c", probe]).returncode
-    ):
+    probe = f"import sys, pip; sys.exit(sys.version_info[:2] != {tuple(sys.version_info[:2])})"
+    if not python.exists() or subprocess.run([python, "-c", probe], capture_output=True).returncode:
         return None
-    return set(stamp.read_text().splitlines())
+    return set(stamp.read_text().splitlines()) if stamp.exists() else set()
 
 
 def run(*command):
@@ -69,8 +65,8 @@ def install(python, extras):
         command = ["uv", "pip", "install", "-q", "--python", python]
     run(*command, "-r", ROOT / "requirements.txt", *extras)
     # pip compiles on one core, this on all. A file that does not compile does no harm.
-    packages = python.parent.parent / "lib"
-    subprocess.run([python, "-m", "compileall", "-qq", "-j0", "-x", "/tests/", packages])
+    compile_all = [python, "-m", "compileall", "-qq", "-j0", "-x", "/tests/"]
+    subprocess.run([*compile_all, python.parent.parent / "lib"], stdout=sys.stderr)
 
 
 def main(venv, names):
@@ -88,7 +84,7 @@ def main(venv, names):
                 create(venv)
                 before = set()
             if not pins | extras <= before:
-                (venv / "efx-installed").write_text("")  # in case the installation fails
+                (venv / "efx-installed").unlink(missing_ok=True)  # the installation may fail
                 install(venv / "bin/python", extras)
                 # Earlier extras remain installed unless the pins have changed.
                 lines = pins | extras | (before if pins <= before else set())
