@@ -72,23 +72,23 @@ def install(python, extras):
 def main(venv, names):
     venv = Path(venv).absolute()
     pins, extras = requirements(names)
+    stamp, wanted = venv / "efx-installed", pins | extras
     # Without the lock first: an installed environment may be on a read-only file system.
-    if not pins | extras <= (installed(venv) or set()):
-        print(f"efx: installing {venv} (a minute or two the first time)", file=sys.stderr)
+    if not wanted <= (installed(venv) or set()):
         venv.parent.mkdir(parents=True, exist_ok=True)
         with open(venv.with_name(f"{venv.name}.lock"), "a") as file:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX)
             before = installed(venv)
-            if before is None:
-                create(venv)
-                before = set()
-            if not pins | extras <= before:
-                (venv / "efx-installed").unlink(missing_ok=True)  # the installation may fail
+            if before is None or not wanted <= before:
+                print(f"efx: installing {venv} (a minute or two)", file=sys.stderr)
+                if before is None:
+                    create(venv)
+                stamp.unlink(missing_ok=True)  # the installation may fail
                 install(venv / "bin/python", extras)
                 # Earlier extras remain installed unless the pins have changed.
-                lines = pins | extras | (before if pins <= before else set())
-                (venv / "efx-installed").write_text("\n".join(sorted(lines)))
+                earlier = before if before and pins <= before else set()
+                stamp.write_text("\n".join(sorted(wanted | earlier)))
     print(venv / "bin/python")
 
 

@@ -148,6 +148,7 @@ def test_the_environment_is_built_once_and_kept_up_to_date(tmp_path):
         second = build()
     for result in (first.result(), second):
         assert result.returncode == 0 and result.stdout.strip() == str(python), result.stderr
+    assert first.result().stderr != "" == second.stderr
     assert imports("efxone") and not imports("efxtwo")
     assert build().stderr == ""
     assert build(EFX_EXTRAS="more").returncode == 0 and imports("efxtwo")

@@ -24,8 +24,9 @@ echo "$XLA_PYTHON_CLIENT_MEM_FRACTION" >"$me.fraction"
 case "$(echo "$PLAN" | cut -d ' ' -f "$(wc -l <"$me.starts")")" in
   term)
     [ "$me" = "$STORAGE/0" ] || exit 0
-    trap 'sleep 0.3; kill -0 "$PPID" && echo saved >>"$me.saved"; exit 0' TERM
-    ps -o args= -p "$PPID" | grep -q scheduled.sh || exit 5
+    parent() { ps -o args= -p "$PPID" | grep -q scheduled.sh; } # not so when it is a zombie
+    trap 'sleep 0.3; parent && echo saved >>"$me.saved"; exit 0' TERM
+    parent || exit 5
     kill -TERM "$PPID"
     for _ in $(seq 2000); do sleep 0.05; done ;;
   failed) exit 3 ;;
