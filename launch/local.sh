@@ -15,26 +15,23 @@ set -euo pipefail
 root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 python="$(bash "$root/launch/environment.sh")"
 
-# Short paths where they are equal: the log and the run folder show them.
+# Short paths where they are equal: the log and the run directory show them.
 if [ "$PWD" -ef "$root" ]; then prefix=''; else prefix="$root/"; fi
 
-config='' workdir='' mode=train previous=''
-for argument in "$@"; do
-  case "$previous" in
-    --config | -config) config="$argument" ;;
-    --workdir | -workdir) workdir="$argument" ;;
-    --mode | -mode) mode="$argument" ;;
-  esac
-  case "$argument" in
-    --config=* | -config=*) config="${argument#*=}" ;;
-    --workdir=* | -workdir=*) workdir="${argument#*=}" ;;
-    --mode=* | -mode=*) mode="${argument#*=}" ;;
-  esac
-  previous="$argument"
-done
+# Prints the value of the flag --NAME: value NAME "$@"
+value() {
+  local name="$1"
+  while shift && [ $# -gt 0 ]; do
+    case "$1" in
+      --"$name" | -"$name") echo "${2:-}" ;;
+      --"$name"=* | -"$name"=*) echo "${1#*=}" ;;
+    esac
+  done | tail -n 1
+}
+config="$(value config "$@")" workdir="$(value workdir "$@")" mode="$(value mode "$@")"
 
 defaults=()
-# An imported or converted model is not that of the config's name, so it has no default folder.
+# An imported or converted model is not that of the config's name, so it has no default directory.
 case "$mode" in import | convert) new=yes ;; *) new='' ;; esac
 if [ -z "$workdir$new" ]; then
   # configs/gpt2.py:smoke and gpt2:smoke run in runs/gpt2-smoke
@@ -45,7 +42,7 @@ if [ -z "$workdir$new" ]; then
   defaults+=(--workdir "${prefix}runs/$name")
 fi
 # An existing run has its own config.
-if [ -z "$config" ] && [ "$mode" = train ] && [ ! -f "${workdir:+$workdir/config.json}" ]; then
+if [ -z "$config" ] && [ "${mode:-train}" = train ] && [ ! -f "${workdir:+$workdir/config.json}" ]; then
   defaults=(--config "${prefix}configs/mod.py" ${defaults[@]+"${defaults[@]}"})
 fi
 

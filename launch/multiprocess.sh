@@ -5,9 +5,9 @@
 #   launch/multiprocess.sh 2 --cpu_devices 4 --config configs/mod.py:smoke --workdir runs/two
 #
 # They use the CPU unless JAX_PLATFORMS is set; one process drives all GPUs of a machine, so use
-# local.sh for those. Process 0 writes to the terminal, the others to logs, printed if one fails. At
-# the first failure or Ctrl-C all are stopped. Exit status: 0, or that of the process that failed.
-# EFX_PORT: the coordinator's port (default: a free one).
+# local.sh for those. Process 0 writes to the terminal, the others to logs, printed if one fails.
+# At the first failure or Ctrl-C efx saves and ends in all. Exit status: 0, or that of the process
+# that failed first. EFX_PORT: the coordinator's port (default: a free one).
 set -euo pipefail
 
 root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -25,21 +25,9 @@ free_port='import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s
 port="${EFX_PORT:-$("$python" -c "$free_port")}"
 export JAX_PLATFORMS="${JAX_PLATFORMS:-cpu}"
 logs="$(mktemp -d "${TMPDIR:-/tmp}/efx-processes.XXXXXX")"
-pids=()
-
-# efx saves on SIGTERM and ends; a process whose peers are gone cannot, and is killed.
-stop() {
-  local tries
-  kill "$@" 2>/dev/null || true
-  for ((tries = 0; tries < 100; tries++)); do
-    kill -0 "$@" 2>/dev/null || return 0
-    sleep 0.2
-  done
-  kill -9 "$@" 2>/dev/null || true
-}
-trap 'stop "${pids[@]}"; exit 130' INT
-trap 'stop "${pids[@]}"; exit 143' TERM
-
+pids=() status=0
+trap 'status=130' INT
+trap 'status=143' TERM
 for ((index = 0; index < count; index++)); do
   flags=(--coordinator_address="127.0.0.1:$port" --num_processes="$count" --process_id="$index")
   if [ "$index" -eq 0 ]; then
@@ -51,7 +39,6 @@ for ((index = 0; index < count; index++)); do
 done
 
 # bash 3.2 has no `wait -n`.
-status=0
 while [ "$status" -eq 0 ] && [ ${#pids[@]} -gt 0 ]; do
   sleep 0.2
   for index in "${!pids[@]}"; do
@@ -61,9 +48,14 @@ while [ "$status" -eq 0 ] && [ ${#pids[@]} -gt 0 ]; do
   done
 done
 if [ "$status" -ne 0 ]; then
-  stop ${pids[@]+"${pids[@]}"}
+  if [ ${#pids[@]} -gt 0 ]; then
+    kill "${pids[@]}" 2>/dev/null || true
+    { sleep 20 && kill -9 "${pids[@]}"; } >/dev/null 2>&1 & # without its peers none may end
+    wait "${pids[@]}" || true
+    kill "$!"
+  fi
   tail -n 20 "$logs"/*.log >&2 || true
-  echo "efx: error: a process ended with status $status (logs: $logs)" >&2
+  echo "efx: error: stopped with status $status (logs: $logs)" >&2
   exit "$status"
 fi
 rm -rf -- "$logs"

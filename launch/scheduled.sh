@@ -7,17 +7,15 @@
 # instead. Exit statuses:
 #
 #   0              done
-#   1, 2, 3        it had to stop, bad input, or a loss that is not finite: final, since another
-#                  start would end in the same way
+#   1, 2, 3        an error, bad input, a loss that is not finite: final, another start ends the same
 #   75             another process of the run, storage or a remote text was lost
-#   134, 137, 139  aborted (JAX's runtime, when a process is lost), killed (out of memory, for
-#                  example), crashed
+#   134, 137, 139  aborted (by JAX when a process is lost), killed (out of memory), crashed
 #   143            stopped by a signal
 #
 # From 75 on the same command resumes from the newest checkpoint.
 #
-# EFX_STORAGE      a mounted folder with the runs. Nothing starts if folders in it cannot be
-#                  renamed, as saving a checkpoint requires
+# EFX_STORAGE      a mounted folder with the runs; refused if it cannot rename folders, which saving
+#                  a checkpoint requires
 # EFX_FINAL_FIRST  adds 200 to 1, 2 and 3: Slurm reports the highest status of all processes, and
 #                  those that lose a failed one end with 75 or 134
 set -euo pipefail
@@ -41,19 +39,13 @@ if [ -n "${EFX_STORAGE:-}" ]; then
   rm -r -- "$probe-renamed"
 fi
 
-stopped='' efx=''
-stop() {
-  stopped=yes
-  [ -z "$efx" ] || kill -TERM "$efx" 2>/dev/null || true
-}
-trap stop TERM
+stopped='' status=0
 bash "$root/launch/local.sh" "$@" &
-efx=$!
-[ -z "$stopped" ] || stop
-while :; do
+trap 'stopped=yes; kill -TERM $! 2>/dev/null' TERM
+wait $! || status=$?
+while kill -0 $! 2>/dev/null; do # a signal has ended `wait`
   status=0
-  wait "$efx" || status=$?
-  kill -0 "$efx" 2>/dev/null || break # else a signal has ended `wait`
+  wait $! || status=$?
 done
 [ -z "$stopped" ] || [ "$status" -ne 0 ] || status=143
 end "$status"

@@ -21,22 +21,15 @@ SCRIPTS = sorted(
 )
 BASH = shutil.which("bash")
 
-# Stands for an environment's Python: reports that it is ready, then prints its arguments.
-STUB = """#!/bin/sh
-case "$*" in
-  -c*) ;;
-  *environment.py*) echo "$0" ;;
-  *) printf '%s\\n' "$@" "EFX_EXTRAS=$EFX_EXTRAS"; exit ${STUB_STATUS:-0} ;;
-esac
-"""
-
-# The beginning of each other stand-in for an environment's Python: its path.
+# The beginning of each stand-in for an environment's Python: its path.
 PYTHON = r"""#!/bin/sh
 case "$*" in
   -c*) exit ;;
   *environment.py*) echo "$0"; exit ;;
 esac
 """
+# One that prints its arguments.
+STUB = PYTHON + """printf '%s\\n' "$@" "EFX_EXTRAS=$EFX_EXTRAS"; exit ${STUB_STATUS:-0}\n"""
 
 
 def script(path, text):
@@ -60,38 +53,6 @@ def call(*command, cwd=ROOT, **env):
     )
 
 
-@pytest.fixture
-def stub(tmp_path):
-    """An EFX_VENV whose Python is the stub."""
-    return script(tmp_path / "stub venv" / "bin" / "python", STUB).parent.parent
-
-
-# ---- all scripts -------------------------------------------------------------------------------
-
-
-def test_scripts_are_clean():
-    for path in SCRIPTS:
-        parsed = call(BASH, "-n", path)
-        assert parsed.returncode == 0, parsed.stderr
-        assert os.access(path, os.X_OK), f"{path.name} is not executable"
-    checker = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    if checker is None:
-        pytest.skip("shellcheck is not installed (extra dev)")
-    checked = call(checker, *SCRIPTS)
-    assert checked.returncode == 0, checked.stdout
-
-
-def test_scripts_run_on_bash_3():
-    """macOS has bash 3.2, which lacks these."""
-    newer = r"mapfile|readarray|declare -[Ag]|local -n|wait -n|\$\{\w+(\^\^|,,|@Q)|\|&|&>>|coproc"
-    for path in SCRIPTS:
-        text = re.sub(r"(?m)^\s*#.*$|\(bash 3.2.*", "", path.read_text())
-        assert not re.findall(newer, text), path.name
-
-
-# ---- environment.sh ----------------------------------------------------------------------------
-
-
 def one_error(result, *names, status=2):
     """The script failed with one line of error in which each of `names` occurs."""
     assert result.returncode == status, (result.stdout, result.stderr)
@@ -100,21 +61,38 @@ def one_error(result, *names, status=2):
 
 
 @pytest.fixture
-def bare_path(tmp_path):
-    """A PATH with the Unix tools of the scripts and without Python."""
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for name in ("bash", "dirname", "basename", "sed", "tar", "mktemp"):
-        (tools / name).symlink_to(shutil.which(name))
-    return tools
+def stub(tmp_path):
+    """An EFX_VENV whose Python is the stub."""
+    return script(tmp_path / "stub venv" / "bin" / "python", STUB).parent.parent
 
 
-def test_a_missing_or_old_python_is_refused(tmp_path, bare_path):
+def test_scripts_are_clean():
+    checker = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if checker is None:
+        pytest.skip("shellcheck is not installed (extra dev)")
+    checked = call(checker, *SCRIPTS)
+    assert checked.returncode == 0, checked.stdout
+    assert all(os.access(path, os.X_OK) for path in SCRIPTS)
+
+
+def test_scripts_run_on_bash_3():
+    """macOS has bash 3.2, which lacks these."""
+    newer = r"mapfile|readarray|declare -[Ag]|local -n|wait -n|\$\{\w+(\^\^|,,|@Q)|\|&|&>>|coproc"
+    for path in SCRIPTS:
+        text = re.sub(r"(?m)^\s*#.*$", "", path.read_text())
+        assert not re.findall(newer, text), path.name
+
+
+# ---- environment.sh ----------------------------------------------------------------------------
+
+
+def test_a_missing_or_old_python_is_refused(tmp_path):
+    for name in ("bash", "dirname"):
+        script(tmp_path / name, f'#!/bin/sh\nexec {shutil.which(name)} "$@"\n')
     local = (BASH, LAUNCH / "local.sh")
-    one_error(call(*local, PATH=bare_path, EFX_VENV=tmp_path / "none"), "Python 3.11")
-    assert not (tmp_path / "none").exists()
-    script(bare_path / "python3", "#!/bin/sh\nexit 1\n")
-    one_error(call(*local, EFX_PYTHON=bare_path / "python3"), "EFX_PYTHON=")
+    one_error(call(*local, PATH=tmp_path, EFX_VENV=tmp_path / "none"), "Python 3.11")
+    old = script(tmp_path / "python3", "#!/bin/sh\nexit 1\n")
+    one_error(call(*local, EFX_PYTHON=old), "EFX_PYTHON=")
 
 
 def test_unknown_extras_and_folders_that_are_no_environment_are_refused(tmp_path):
@@ -139,60 +117,50 @@ def wheel(folder, name):
         file.writestr(f"{info}/RECORD", "")
 
 
-class Environment:
-    """A tree with environment.sh whose requirements are the hand-made package `efxone`."""
-
-    def __init__(self, folder):
-        self.folder, self.tree, wheels = folder, folder / "a tree", folder / "wheels"
-        (self.tree / "launch").mkdir(parents=True)
-        wheels.mkdir()
-        for name in ("environment.sh", "environment.py"):
-            shutil.copy(LAUNCH / name, self.tree / "launch")
-        for name in ("efxone", "efxtwo"):
-            wheel(wheels, name)
-        (self.tree / "requirements.txt").write_text("efxone==1.0\n")
-        (self.tree / "pyproject.toml").write_text(
-            '[project.optional-dependencies]\nmore = ["efxtwo"]\nother = ["efxone"]\n'
-        )
-        alone = dict(PIP_CONFIG_FILE=os.devnull, PIP_NO_INDEX="1", PIP_FIND_LINKS=wheels)
-        self.env = {"EFX_PYTHON": sys.executable, **alone}
-
-    def __call__(self, **env):
-        command = (BASH, self.tree / "launch" / "environment.sh")
-        return call(*command, cwd=self.folder, **{**self.env, **env})
-
-
 @pytest.mark.slow
 def test_the_environment_is_built_once_and_kept_up_to_date(tmp_path):
-    """With real pip and paths with spaces; a second process that starts meanwhile waits."""
-    environment = Environment(tmp_path)
-    python = environment.tree / ".venv" / "bin" / "python"
+    """With real pip or uv and paths with spaces; a second process that starts meanwhile waits."""
+    tree, wheels = tmp_path / "a tree", tmp_path / "wheels"
+    (tree / "launch").mkdir(parents=True)
+    wheels.mkdir()
+    for name in ("environment.sh", "environment.py"):
+        shutil.copy(LAUNCH / name, tree / "launch")
+    for name in ("efxone", "efxtwo"):
+        wheel(wheels, name)
+    (tree / "requirements.txt").write_text("efxone==1.0\n")
+    extras = '[project.optional-dependencies]\nmore = ["efxtwo"]\nother = ["efxone"]\n'
+    (tree / "pyproject.toml").write_text(extras)
+    python = tree / ".venv/bin/python"
+    no_index = dict(PIP_CONFIG_FILE=os.devnull, PIP_NO_INDEX=1, PIP_FIND_LINKS=wheels)
+    no_index |= dict(UV_NO_INDEX=1, UV_FIND_LINKS=wheels)
+
+    def build(**env):
+        command = (BASH, tree / "launch/environment.sh")
+        return call(*command, cwd=tmp_path, EFX_PYTHON=sys.executable, **no_index, **env)
 
     def imports(module):
         return call(python, "-c", f"import {module}").returncode == 0
 
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(environment)
-        for _ in range(600):
-            if (environment.tree / ".venv" / "pyvenv.cfg").exists():
-                break
+        first = pool.submit(build)
+        while not (tree / ".venv/pyvenv.cfg").exists() and not first.done():
             time.sleep(0.05)
-        second = environment()
-    first = first.result()
-    assert (first.returncode, second.returncode) == (0, 0), (first.stderr, second.stderr)
-    assert first.stdout.strip() == second.stdout.strip() == str(python)
-    assert "installing" in first.stderr and "installing" not in second.stderr
+        second = build()
+    for result in (first.result(), second):
+        assert result.returncode == 0 and result.stdout.strip() == str(python), result.stderr
+    assert first.result().stderr != "" == second.stderr
     assert imports("efxone") and not imports("efxtwo")
-    assert environment().stderr == ""
-    assert environment(EFX_EXTRAS="more").returncode == 0 and imports("efxtwo")
-    assert "installing" in environment(EFX_EXTRAS="other").stderr
-    assert environment().stderr == "" == environment(EFX_EXTRAS="more").stderr
+    assert build().stderr == ""
+    assert build(EFX_EXTRAS="more").returncode == 0 and imports("efxtwo")
+    assert build(EFX_EXTRAS="other").stderr != ""
+    assert build().stderr == "" == build(EFX_EXTRAS="more").stderr
 
-    (environment.tree / "requirements.txt").write_text("efxone==1.0\nefxthree==1.0\n")
+    (tree / "requirements.txt").write_text("efxone==1.0\nefxthree==1.0\n")
     for _ in range(2):  # a failed installation is not recorded as done
-        failed = environment()
-        assert failed.returncode == 1 and failed.stdout == ""
-        assert "efxthree==1.0" in failed.stderr.splitlines()[-1]
+        failed = build()
+        assert failed.returncode == 1 and failed.stdout == "" and "efxthree" in failed.stderr
+        assert failed.stderr.splitlines()[-1].startswith("efx: error: ")
+    assert imports("efxtwo")  # an environment that works is not made anew
 
 
 # ---- local.sh, test.sh, .ci/run ----------------------------------------------------------------
@@ -223,29 +191,23 @@ def test_local_resumes_a_run_with_its_own_config_from_another_folder(stub, tmp_p
     assert result.stdout.splitlines()[:-1] == ["-P", "-m", "efx.main", "--workdir", str(tmp_path)]
 
 
-def test_the_test_script_passes_arguments_extras_and_status(stub, tmp_path):
-    def arguments(*given):
-        command = (BASH, LAUNCH / "test.sh", "--extras", "dev,interop", *given)
-        result = call(*command, cwd=tmp_path, EFX_VENV=stub, STUB_STATUS=5)
+def test_the_test_scripts_pass_arguments_extras_and_status(stub, tmp_path):
+    def arguments(*command):
+        result = call(BASH, *command, cwd=tmp_path, EFX_VENV=stub, STUB_STATUS=5)
         assert result.returncode == 5  # pytest's "no tests collected" must not pass
         *printed, extras = result.stdout.splitlines()
-        assert printed[:2] == ["-m", "pytest"] and extras == "EFX_EXTRAS=dev,interop"
-        return printed[2:]
+        assert printed[:2] == ["-m", "pytest"]
+        return printed, extras
 
-    default, whole = arguments("-k", "a and b"), arguments("--all", "-k", "a and b")
-    assert default[-2:] == whole[-2:] == ["-k", "a and b"]
-    assert "not slow" in default and "not slow" not in whole
-
-
-def test_ci_runs_with_all_extras(stub):
-    result = call(BASH, ROOT / ".ci" / "run", EFX_VENV=stub, STUB_STATUS=1, CI="true")
-    assert result.returncode == 1
-    extras = result.stdout.splitlines()[-1].removeprefix("EFX_EXTRAS=").split(",")
-    assert {"dev", "interop", "notebooks", "report", "tpu"} <= set(extras)
+    given = (LAUNCH / "test.sh", "--extras", "dev,interop", "-k", "a and b")
+    default, whole = arguments(*given), arguments(*given, "--all")
+    assert default[1] == whole[1] == "EFX_EXTRAS=dev,interop"
+    assert default[0][-2:] == whole[0][-2:] == ["-k", "a and b"]
+    assert "not slow" in default[0] and "not slow" not in whole[0]
+    assert "interop" in arguments(ROOT / ".ci/run")[1]
 
 
 # ---- multiprocess.sh ---------------------------------------------------------------------------
-
 
 # Process 1 writes its arguments to a file and, with FAIL, fails; process 0 would run for minutes.
 PEERS = (

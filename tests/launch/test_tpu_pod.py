@@ -1,6 +1,7 @@
 """tpu_pod.sh: its dry run, and whole launches with a stand-in for gcloud."""
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -12,15 +13,16 @@ from test_launch import BASH, LAUNCH, PYTHON, ROOT, call, one_error, script
 
 GCLOUD = Path(__file__).parent / "stand_ins" / "gcloud"
 TPU = ["--name", "pod", "--zone", "us-west4-a"]
+ALL = ("all", "--type=v5litepod-16")
+WORKDIR = ("--", "--workdir=gs://bucket/mod")
 
 # Stands for an environment's Python on a worker. The n-th start does the n-th word of
 # $STORAGE/plan, or the last one; a number is the status of all workers, 2:75 that of the first and
 # of the others.
 TRAINER = (
     PYTHON
-    + r"""me="$STORAGE/$SLICE.$WORKER"
-printf '%s\n' "$@" >"$me.words"
-echo "$EFX_EXTRAS" >"$me.extras"
+    + r"""me="$STORAGE/$WORKER"
+printf '%s\n' "$EFX_EXTRAS" "$@" >"$me.words"
 trap 'echo saved >>"$me.saved"; echo saved; exit 0' TERM
 echo start >>"$me.starts"
 count=$(wc -l <"$me.starts")
@@ -30,11 +32,11 @@ case "$action" in
   preempted)
     until [ -e "$STORAGE/preempted" ]; do sleep 0.05; done
     kill -TERM 0 ;;   # to all processes, as when a machine shuts down
-  rebooted) [ "$WORKER" = 0 ] || kill -TERM 0 ;;
+  rebooted) [ "$WORKER" = pod.0 ] || kill -TERM 0 ;;
   finished) exit 0 ;;
   killed) kill -KILL $$ ;;
   [0-9]*)
-    case "$SLICE.$WORKER" in pod.0 | pod-0.0) action="${action%:*}" ;; esac
+    [ "$WORKER" != pod.0 ] || action="${action%:*}"
     exit "${action#*:}" ;;
   hangs) trap '' TERM; touch "$me.hangs" ;;
 esac
@@ -43,16 +45,8 @@ for _ in $(seq 2000); do sleep 0.05; done
 )
 
 
-@pytest.fixture(autouse=True)
-def no_real_cloud(monkeypatch, tmp_path):
-    """No test reaches the gcloud of this machine."""
-    script(tmp_path / "no cloud" / "gcloud", "#!/bin/sh\necho called >&2; exit 9\n")
-    monkeypatch.setenv("PATH", f"{tmp_path / 'no cloud'}:{os.environ['PATH']}")
-
-
-def stop_ignoring_signals():
-    """Tests in the background or under nohup ignore these, and a shell cannot trap an ignored
-    signal."""
+def default_signals():
+    """Tests in the background ignore these, and a shell cannot trap an ignored signal."""
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
 
@@ -63,14 +57,13 @@ class Cloud:
     def __init__(self, folder):
         self.folder, self.storage = folder / "cloud", folder / "storage"
         self.tree, tools = folder / "tree", folder / "tools"
-        self.folder.mkdir()
-        self.storage.mkdir()
+        for made in (self.folder, self.storage, tools):
+            made.mkdir()
         shutil.copytree(LAUNCH, self.tree / "launch")
         shutil.copy(ROOT / "pyproject.toml", self.tree)
-        tools.mkdir()
         (tools / "gcloud").symlink_to(GCLOUD)
         script(tools / "python3.11", "#!/bin/sh\n")
-        script(tools / "hostname", '#!/bin/sh\necho "t1v-n-1a2b-w-$WORKER"\n')
+        script(tools / "hostname", '#!/bin/sh\necho "$WORKER"\n')
         self.env = {
             "CLOUD": self.folder,
             "STORAGE": self.storage,
@@ -90,20 +83,21 @@ class Cloud:
     def plan(self, *actions):
         (self.storage / "plan").write_text(" ".join(actions))
 
-    def step(self, name, *arguments, **env):
-        command = (BASH, self.tree / "launch" / "tpu_pod.sh", name, *TPU, *arguments)
-        return call(*command, **{**self.env, **env})
+    def command(self, step, *arguments):
+        return [BASH, self.tree / "launch" / "tpu_pod.sh", step, *TPU, *arguments]
 
-    def background(self, name, *arguments):
+    def step(self, *words, **env):
+        return call(*self.command(*words), **{**self.env, **env})
+
+    def background(self, *words):
         """The step as a running process."""
-        command = [BASH, self.tree / "launch" / "tpu_pod.sh", name, *TPU, *arguments]
         return subprocess.Popen(
-            command,
+            self.command(*words),
             env=os.environ | {key: str(value) for key, value in self.env.items()},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            preexec_fn=stop_ignoring_signals,
+            preexec_fn=default_signals,
         )
 
     def preempt(self):
@@ -114,10 +108,6 @@ class Cloud:
             new.replace(path)
         (self.storage / "preempted").touch()
 
-    def trouble(self, *calls):
-        """The next calls of gcloud that contain these words fail, each once and in this order."""
-        (self.folder / "trouble").write_text("".join(f"{each}\n" for each in calls))
-
     def calls(self, *words):
         """The calls of gcloud that contain all words."""
         calls = (self.folder / "calls").read_text().splitlines()
@@ -127,6 +117,12 @@ class Cloud:
         """{worker: how often efx was started there}."""
         found = self.storage.glob("*.starts")
         return {path.stem: len(path.read_text().splitlines()) for path in found}
+
+    def saved(self):
+        return [(self.storage / f"pod.{worker}.saved").exists() for worker in range(2)]
+
+    def exists(self):
+        return (self.folder / "request").exists()
 
     def wait_for(self, *paths):
         """Waits until these files exist, absolute or in the storage."""
@@ -146,7 +142,7 @@ def follow(launch):
 def cloud(tmp_path):
     made = Cloud(tmp_path)
     yield made
-    if (made.folder / "nodes").exists():
+    if made.exists():
         made.step("stop")
     assert not list(tmp_path.glob("efx-tpu.*")), "temporary files were left behind"
 
@@ -155,58 +151,56 @@ def cloud(tmp_path):
 
 
 def dry_run(step, *options):
-    """The commands that tpu_pod.sh would run, as lists of words: a shell parses its output."""
-    printed = call(BASH, LAUNCH / "tpu_pod.sh", step, "--dry-run", *options)
+    """The commands that tpu_pod.sh would run, as lists of words."""
+    printed = call(BASH, LAUNCH / "tpu_pod.sh", step, "--dry-run", *TPU, *options)
     assert printed.returncode == 0, printed.stderr
-    show = r"""{ printf '%s\0' "$FUNCNAME" "$@"; printf '\n\0'; }"""
-    pasted = call(BASH, "-c", f"gcloud() {show}; tar() {show}\n{printed.stdout}")
-    assert pasted.returncode == 0 and not pasted.stderr, pasted.stderr
-    return [command.split("\0")[:-1] for command in pasted.stdout.split("\n\0")[:-1]]
+    return [shlex.split(line) for line in printed.stdout.splitlines()]
 
 
 def test_the_dry_run_prints_the_commands():
-    pod = (*TPU, "--type=v5litepod-16", "--project", "lab", "--spot", "--delete-after")
+    options = (*ALL[1:], "--project=lab", "--spot", "--delete-after", "--setup", "mount it")
     arguments = ("--workdir=gs://b/a", "--x=text:s3://c/t", "--prompt", "it's")
-    commands = dry_run("all", *pod, "--setup", "mount it", "--extras=wandb", "--", *arguments)
-    gcloud = [command for command in commands if command[0] == "gcloud"]
-    assert all({"--zone=us-west4-a", "--project=lab"} <= set(command) for command in gcloud)
-    assert [each[4] for each in gcloud] == ["create", "scp", *["ssh"] * 4, "delete"]
-    create = {"pod", "--node-id=pod", "--accelerator-type=v5litepod-16", "--spot"}
-    assert create | {"--runtime-version=v2-alpha-tpuv5-lite"} <= set(gcloud[0])
-    install, start, follow, stop = [each[7] for each in gcloud if each[4] == "ssh"]
+    commands = dry_run("all", *options, "--extras=wandb", "--worker=5", "--", *arguments)
+    create, scp, install, start, followed, stop, delete = [
+        set(command) for command in commands if command[0] == "gcloud"
+    ]
+    for command in (create, scp, install, start, followed, stop, delete):
+        assert {"--zone=us-west4-a", "--project=lab"} <= command
+    assert {"create", "--node-id=pod", "--accelerator-type=v5litepod-16", "--spot"} <= create
+    assert "--runtime-version=v2-alpha-tpuv5-lite" in create
+    assert "scp" in scp and "delete" in delete
     worker = "EFX_EXTRAS=tpu,wandb,gcs,s3 bash efx/launch/tpu_worker.sh"
-    assert install.endswith(rf"{worker} install mount\ it")
-    assert start.endswith(rf"{worker} start --workdir=gs://b/a --x=text:s3://c/t --prompt it\'s")
-    assert follow.endswith(f"{worker} follow +1 pod") and stop.endswith(f"{worker} stop")
-    slices = (*TPU, "--type=v6e-8", "--slices=3")
-    create = dry_run("create", *slices)[-1]
+    for command, words in (
+        (install, r"install mount\ it"),
+        (start, r"start --workdir=gs://b/a --x=text:s3://c/t --prompt it\'s"),
+        (followed, "follow +1"),
+        (stop, "stop"),
+    ):
+        assert {"ssh", "--node=all"} <= command
+        assert any(word.endswith(f"{worker} {words}") for word in command)
+        assert ("--worker=5" in command) == (command is followed)
+    (create,) = dry_run("create", "--type=v6e-8", "--slices=3")
     assert {"--node-count=3", "--node-prefix=pod", "--runtime-version=v2-alpha-tpuv6e"} <= {*create}
-    followed = [each[5:7] for each in dry_run("logs", *slices, "--worker=5")]
-    assert followed == [[f"pod-{index}", "--worker=5"] for index in range(3)]
 
 
 def test_bad_arguments_are_refused(tmp_path):
-    pod = (*TPU, "--type=v6e-8")
+    for name in ("bash", "dirname", "grep"):
+        (tmp_path / name).symlink_to(shutil.which(name))
     for arguments, named in (
+        (["run", *TPU], "gcloud"),  # which is not installed here
         (["fly"], "'fly'"),
         (["create", *TPU], "--type"),
         (["run", "--name", "pod"], "--zone"),
         (["run", *TPU, "--config=x"], "--config"),
         (["run", "--name", "--zone", "z"], "--name='--zone'"),
-        (["all", *pod, "--slices=two"], "--slices=two"),
-        (["run", *TPU, "--extras=hf,wandbb"], "'wandbb'"),
-        (["all", *pod, "--delete-after", "--", "--workdir", "runs/a"], "--workdir"),
+        ([*ALL, *TPU, "--slices=two"], "--slices=two"),
+        (["run", *TPU, "--dry-run", "--extras=hf,wandbb"], "'wandbb'"),
+        ([*ALL, *TPU, "--dry-run", "--delete-after", "--", "--workdir", "runs/a"], "--workdir"),
     ):
-        one_error(call(BASH, LAUNCH / "tpu_pod.sh", *arguments), named)
-    for name in ("bash", "dirname"):
-        (tmp_path / name).symlink_to(shutil.which(name))
-    one_error(call(BASH, LAUNCH / "tpu_pod.sh", "run", *TPU, PATH=tmp_path), "gcloud")
+        one_error(call(BASH, LAUNCH / "tpu_pod.sh", *arguments, PATH=tmp_path), named)
 
 
 # ---- the cloud ---------------------------------------------------------------------------------
-
-ALL = ("all", "--type=v5litepod-16")
-WORKDIR = ("--", "--workdir=gs://bucket/mod")
 
 
 def test_create_waits_for_the_tpu_or_prints_why_it_failed(cloud):
@@ -231,8 +225,7 @@ def test_a_preempted_run_is_resumed_to_its_end(cloud):
     cloud.plan("preempted", "finished")
     cloud.next("WAITING_FOR_RESOURCES", "ACTIVE")
     prompt = 'it\'s "a" $HOME `b`'
-    options = ("--slices=2", "--delete-after", "--setup", "touch mounted", *WORKDIR)
-    running = cloud.background(*ALL, *options, "--prompt", prompt)
+    running = cloud.background(*ALL, "--slices=2", "--delete-after", *WORKDIR, "--prompt", prompt)
     workers = ("pod-0.0", "pod-0.1", "pod-1.0", "pod-1.1")
     cloud.wait_for(*(f"{worker}.starts" for worker in workers))
     cloud.preempt()
@@ -241,59 +234,49 @@ def test_a_preempted_run_is_resumed_to_its_end(cloud):
     assert cloud.starts() == dict.fromkeys(workers, 2)
     assert len(cloud.calls("queued-resources create", "--node-count=2")) == 2
     assert len(cloud.calls("queued-resources delete")) == 2  # after the preemption, and at the end
-    assert not (cloud.folder / "nodes").exists() and "costs money" not in printed
-    words = (cloud.storage / "pod-1.1.words").read_text().splitlines()
+    assert not cloud.exists() and "costs money" not in printed
+    extras, *words = (cloud.storage / "pod-1.1.words").read_text().splitlines()
+    assert extras == "tpu,gcs"
     assert words[-4:] == ["--distributed", *WORKDIR[1:], "--prompt", prompt]
-    assert "[pod-1:1] start 2: finished" in printed.splitlines()
+    assert "[pod-1.1] start 2: finished" in printed.splitlines()
 
 
-def test_a_failure_of_one_worker_is_final(cloud):
-    cloud.plan("2:75", "finished")
-    failed = cloud.step(*ALL)
-    assert failed.returncode == 2 and "costs money" in failed.stderr
-    assert set(cloud.starts().values()) == {1}
-    assert cloud.step("logs").returncode == 2
-
-
-@pytest.mark.slow
-def test_a_lost_process_is_started_again(cloud):
-    cloud.plan("75:134", "killed", "143", "finished")
+@pytest.mark.parametrize(
+    "plan, status, starts",
+    [
+        ("2:75 finished", 2, 1),  # the failure of one worker is final
+        pytest.param("75:134 killed 143 finished", 0, 4, marks=pytest.mark.slow),
+        pytest.param("75", 75, 5, marks=pytest.mark.slow),
+        # The other worker, which waits for its peer, is stopped.
+        pytest.param("rebooted finished", 0, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_lost_processes_are_started_again_and_failed_ones_not(cloud, plan, status, starts):
+    cloud.plan(plan)
     done = cloud.step(*ALL, *WORKDIR)
-    assert done.returncode == 0, done.stderr
-    assert set(cloud.starts().values()) == {4}
+    assert done.returncode == status and "costs money" in done.stderr, done.stderr
+    assert cloud.starts() == {"pod.0": starts, "pod.1": starts}
     assert len(cloud.calls("queued-resources create")) == 1
-    assert (cloud.storage / "pod.1.extras").read_text() == "tpu,gcs\n"
-    cloud.plan("75")
-    failed = cloud.step(*ALL, "--tries=2")
-    assert failed.returncode == 75 and "costs money" in failed.stderr
-    assert set(cloud.starts().values()) == {6}
+    assert cloud.step("logs").returncode == status
 
 
-@pytest.mark.slow
-def test_a_reboot_of_one_worker_restarts_all(cloud):
-    """The other one, which waits for its peer, is stopped."""
-    cloud.plan("rebooted", "finished")
-    done = cloud.step(*ALL, "--worker=1")
-    assert done.returncode == 0, done.stderr
-    assert set(cloud.starts().values()) == {2}
-    assert (cloud.storage / "pod.0.saved").exists()
-
-
-@pytest.mark.slow
-def test_failed_calls_are_tried_again(cloud):
+@pytest.mark.parametrize(
+    "trouble, status, starts",
+    [
+        ((" scp ",) * 9, 1, {}),
+        pytest.param(
+            (" scp ", "worker.sh install", "worker.sh start", "tpu-vm list"),
+            0,
+            {"pod.0": 1, "pod.1": 1},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_failed_calls_are_tried_again_and_the_tpu_is_deleted(cloud, trouble, status, starts):
     cloud.plan("finished")
-    cloud.trouble("tpu-vm scp", "tpu_worker.sh install", "tpu_worker.sh start", "tpu-vm list")
-    done = cloud.step(*ALL, "--delete-after", *WORKDIR)
-    assert done.returncode == 0, done.stderr
-    assert cloud.starts() == {"pod.0": 1, "pod.1": 1}
-    assert not (cloud.folder / "nodes").exists()
-
-
-def test_a_launch_that_cannot_copy_deletes_its_tpu(cloud):
-    cloud.trouble(*["tpu-vm scp"] * 9)
-    failed = cloud.step(*ALL, "--tries=2", "--delete-after", *WORKDIR)
-    assert failed.returncode == 1 and len(cloud.calls("tpu-vm scp")) == 2
-    assert not (cloud.folder / "nodes").exists()
+    (cloud.folder / "trouble").write_text("\n".join([*trouble, ""]))
+    assert cloud.step(*ALL, "--delete-after", *WORKDIR).returncode == status
+    assert cloud.starts() == starts and not cloud.exists()
 
 
 @pytest.mark.parametrize(
@@ -307,8 +290,7 @@ def test_a_signal_saves_and_deletes_or_leaves_the_run(cloud, number, delete):
     running.send_signal(number)
     printed = running.communicate(timeout=60)[0]
     assert running.returncode == 128 + number, printed
-    saved = [(cloud.storage / f"pod.{worker}.saved").exists() for worker in range(2)]
-    assert saved == [delete, delete] and (cloud.folder / "nodes").exists() != delete
+    assert cloud.saved() == [delete, delete] and cloud.exists() != delete
     assert ("costs money" in printed) != delete
 
 
@@ -318,30 +300,38 @@ def test_a_signal_cancels_a_request_that_waits(cloud):
     waiting = cloud.background(*ALL, "--delete-after", *WORKDIR)
     cloud.wait_for(cloud.folder / "request")
     waiting.send_signal(signal.SIGTERM)
-    assert waiting.communicate(timeout=60) and waiting.returncode == 143
-    assert not (cloud.folder / "request").exists()
+    assert waiting.communicate(timeout=60) and waiting.returncode == 143 and not cloud.exists()
 
 
-def test_stop_saves_and_ends_the_run_and_delete_stops_first(cloud):
+def test_stop_saves_and_keeps_the_tpu_and_delete_stops_first(cloud):
     cloud.plan("waits")
-    for step in (["create", "--type=v5litepod-16"], ["run"]):
-        assert cloud.step(*step).returncode == 0
+    assert cloud.step("create", "--type=v5litepod-16").returncode == 0
+    assert cloud.step("run", *WORKDIR).returncode == 0
     cloud.wait_for("pod.0.starts", "pod.1.starts")
-    one_of_two = cloud.step("run")
-    assert one_of_two.returncode == 2 and "already running" in one_of_two.stderr
+    second = cloud.step("run")
+    assert second.returncode == 2 and "already running" in second.stderr
     follower = cloud.background(*ALL, "--worker=1")
     follow(follower)
     assert cloud.step("stop").returncode == 0
-    assert follower.communicate(timeout=60)[0].startswith("[pod:1] saved\n")
+    assert follower.communicate(timeout=60)[0].startswith("[pod.1] saved\n")
     assert follower.returncode == 0 and set(cloud.starts().values()) == {1}
+    assert cloud.saved() == [True, True] and cloud.exists()
 
-    for path in cloud.storage.glob("*.starts"):
+    for path in cloud.storage.glob("*.s*"):
         path.unlink()
-    assert cloud.step("run").returncode == 0
+    assert cloud.step("run", *WORKDIR).returncode == 0
     cloud.wait_for("pod.0.starts", "pod.1.starts")
     assert cloud.step("delete").returncode == 0
-    saves = [(cloud.storage / f"pod.{worker}.saved").read_text() for worker in range(2)]
-    assert saves == ["saved\nsaved\n"] * 2 and not (cloud.folder / "nodes").exists()
+    assert cloud.saved() == [True, True] and not cloud.exists()
+
+
+@pytest.mark.parametrize("workdir", [(), ("--workdir", "runs/a")])
+def test_delete_needs_yes_for_a_run_on_the_disks_of_the_tpu(cloud, workdir):
+    cloud.plan("finished")
+    assert cloud.step(*ALL, "--", *workdir).returncode == 0
+    refused = cloud.step("delete")
+    assert refused.returncode == 2 and "--yes" in refused.stderr and cloud.exists()
+    assert cloud.step("delete", "--yes").returncode == 0 and not cloud.exists()
 
 
 @pytest.mark.slow
@@ -353,9 +343,6 @@ def test_a_process_that_ignores_stop_is_killed_and_not_restarted(cloud):
     assert stopped.returncode == 0 and stopped.stderr.count("was killed") == 2
     assert other.communicate(timeout=60) and other.returncode == 1
     assert set(cloud.starts().values()) == {1}
-
-
-# ---- tpu_worker.sh -----------------------------------------------------------------------------
 
 
 def test_a_worker_installs_python_when_its_package_lock_is_free(tmp_path):
@@ -374,5 +361,4 @@ def test_a_worker_installs_python_when_its_package_lock_is_free(tmp_path):
     assert done.returncode == 0, done.stderr
     lines = calls.read_text().splitlines()
     assert [line.split()[4] for line in lines] == ["update", "update", "update", "install"]
-    assert all("-o DPkg::Lock::Timeout=600" in line for line in lines)
     assert (tmp_path / "setup").read_text() == "a\n"
