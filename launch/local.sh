@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains on this machine, with nothing but Python 3.11 or newer installed.
 #
-#   ./launch/local.sh                                     # the default: configs/mod.py in runs/mod
+#   ./launch/local.sh                                     # the default: configs/mod.py:quick in runs/mod
 #   ./launch/local.sh --config configs/gpt2.py            # another config, in runs/gpt2
 #   ./launch/local.sh --config.steps=100 --workdir /tmp/a # any flag of efx.main
 #   ./launch/local.sh --workdir runs/gpt2                 # resumes a run, with its own config
@@ -43,7 +43,7 @@ if [ -z "$workdir$new" ]; then
 fi
 # An existing run has its own config.
 if [ -z "$config" ] && [ "${mode:-train}" = train ] && [ ! -f "${workdir:+$workdir/config.json}" ]; then
-  defaults=(--config "${prefix}configs/mod.py" ${defaults[@]+"${defaults[@]}"})
+  defaults=(--config "${prefix}configs/mod.py:quick" ${defaults[@]+"${defaults[@]}"})
 fi
 
 # -P: modules come from the repository and the environment, never from the current folder.

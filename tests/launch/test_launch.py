@@ -168,9 +168,9 @@ def test_the_environment_is_built_once_and_kept_up_to_date(tmp_path):
 
 def test_local_has_defaults_that_arguments_override(stub):
     for given, expected in (
-        (["--config.steps=3"], ["--config", "configs/mod.py", "--workdir", "runs/mod"]),
+        (["--config.steps=3"], ["--config", "configs/mod.py:quick", "--workdir", "runs/mod"]),
         (["--config=configs/gpt2.py:smoke"], ["--workdir", "runs/gpt2-smoke"]),
-        (["--workdir", "x y"], ["--config", "configs/mod.py"]),
+        (["--workdir", "x y"], ["--config", "configs/mod.py:quick"]),
         (["--workdir=x", "--config=c.py"], []),
         (["--mode=sample", "--prompt", "def "], ["--workdir", "runs/mod"]),
         (["--mode", "convert", "--from=runs/a", "--to", "mod"], []),
@@ -185,7 +185,7 @@ def test_local_resumes_a_run_with_its_own_config_from_another_folder(stub, tmp_p
     local = (tree / "launch" / "local.sh",)
     result = call(*local, cwd=tmp_path, EFX_VENV=stub, STUB_STATUS=3)
     assert result.returncode == 3
-    assert {f"{tree}/configs/mod.py", f"{tree}/runs/mod"} <= {*result.stdout.splitlines()}
+    assert {f"{tree}/configs/mod.py:quick", f"{tree}/runs/mod"} <= {*result.stdout.splitlines()}
     (tmp_path / "config.json").write_text("{}")
     result = call(*local, "--workdir", tmp_path, EFX_VENV=stub)
     assert result.stdout.splitlines()[:-1] == ["-P", "-m", "efx.main", "--workdir", str(tmp_path)]
