@@ -171,7 +171,7 @@ FAULTS = [
      'if "checkpoint" in due:\n                        self._save()\n'
      "                    self._evaluate_and_sample(due)",
      "self._evaluate_and_sample(due)\n                    self._save()",
-     "runs/test_stopping.py -k makes_up"),
+     "runs/test_train.py -k failing"),
     ("lock: two launches share it", "efx/run_dir.py",
      "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB", "runs/test_run_dir.py"),
     ("signals: nobody stops", "efx/parallel/signals.py",
