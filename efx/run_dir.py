@@ -289,11 +289,18 @@ def open_run(workdir, config, *, command_line, may_differ=(), completed=None):
 
 
 def _is_new(workdir):
-    path = io.folder(workdir) / CONFIG_FILE
-    # Models in Hugging Face's format have a config.json too.
-    if not checkpoint_record(workdir) and path.exists() and "steps" not in _read_dict(path):
-        raise UsageError(f"{path}: not a config of efx; use another --workdir")
-    return not holds_result(workdir)
+    folder = io.folder(workdir)
+    if not checkpoint_record(folder):
+        path = folder / CONFIG_FILE
+        # Models in Hugging Face's format have a config.json too.
+        if path.exists() and "steps" not in _read_dict(path):
+            raise UsageError(f"{path}: not a config of efx; use another --workdir")
+        if not path.exists() and (folder / METRICS_FILE).exists():
+            raise UsageError(
+                f"--workdir={workdir} has {METRICS_FILE} but no {CONFIG_FILE}; use another "
+                "--workdir"
+            )
+    return not holds_result(folder)
 
 
 def check_config(workdir, config, may_differ, completed=None):

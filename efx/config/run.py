@@ -82,7 +82,7 @@ class DataConfig:
                 "documents) or at least 16"
             )
         if self.packing and self.shuffle != "windows":
-            raise UsageError("config.data.packing=True needs config.data.shuffle='windows'")
+            raise UsageError("config.data.packing=True: needs config.data.shuffle='windows'")
         if self.withhold and not self.eval_source:
             raise UsageError(
                 "config.data.withhold=True: needs config.data.eval_source (without one, a "

@@ -168,7 +168,7 @@ class CharTokenizer(Tokenizer):
                 position = start + int(np.argmax(ids < 0))
                 raise UsageError(
                     f"the character {text[position]!r} at {position} is not one of the "
-                    f"{self.vocab_size} characters of the tokenizer"
+                    f"{self.vocab_size} characters of the tokenizer; remove it, or use another one"
                 )
             chunks.append(ids)
         return np.concatenate(chunks)
@@ -262,7 +262,7 @@ def load_tokenizer(path):
     except OSError as error:
         raise UsageError(f"cannot read the tokenizer {path} ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path} is not a tokenizer: {error}") from error
+        raise UsageError(f"{path} is not a tokenizer.json: {error}; use another file") from error
 
 
 @contextlib.contextmanager

@@ -50,7 +50,7 @@ def config_for(folder, config=None):
     """
     folder = io.local_path(folder, "--from")
     if not folder.is_dir():
-        raise UsageError(f"--from={folder}: there is no such folder")
+        raise UsageError(f"--from={folder}: there is no such folder; download the model first")
     changes = hf.settings_of(folder, hf.read_config(folder))
     if config is None:
         config = default_config()

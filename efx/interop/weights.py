@@ -116,7 +116,7 @@ def read_json(path):
     try:
         return io.read_json(path)
     except FileNotFoundError:
-        raise UsageError(f"{path} does not exist: not a Hugging Face checkpoint") from None
+        raise UsageError(f"{path}: no such file; use the folder of a Hugging Face model") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read: {in_a_line(error)}") from error
 

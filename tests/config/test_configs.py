@@ -2,57 +2,42 @@
 
 import importlib
 import itertools
+import json
 import pathlib
 import typing
 
 import pytest
 from refusals import refused
 
-from efx import main, models
-from efx.config.load import load_config
+from efx import models
+from efx.config.flags import parse
+from efx.config.load import config_of_run, load_config, to_config
 from efx.configs import common, mod
-from efx.errors import UsageError
+from efx.errors import UsageError, nearest
 from efx.parallel import sharding
 from efx.routing.config import DepthRoutingConfig
 from efx.train import optim
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-FILES = sorted(
-    p.name for p in (ROOT / "configs").glob("*.py") if p.name not in ("common.py", "__init__.py")
-)
+FOLDER = pathlib.Path(__file__).resolve().parents[2] / "configs"
+NAMES = sorted(path.stem for path in FOLDER.glob("[!_]*.py") if path.stem != "common")
 
 
-def keys(config, prefix=""):
-    for key, value in config.items():
-        if hasattr(value, "items"):
-            yield from keys(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
-
-
-@pytest.fixture(autouse=True)
-def here(monkeypatch):
-    monkeypatch.chdir(ROOT)
+def build(config):
+    """(model, training FLOPs of a run) of a config."""
+    c = config.data
+    model = models.build(config.model, vocab_size=300, context=c.seq_len, dtype=config.train.dtype)
+    return model, config.steps * model.ledger(c.seq_len).train_flops(c.batch_size * c.seq_len)
 
 
 @pytest.mark.parametrize("variant", ["", ":smoke"])
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_config_builds(name, variant):
-    config = load_config(f"configs/{name}{variant}")
-    whole = common.base(config.model.family)
-    assert set(keys(config)) == set(keys(whole)), "a config adds or loses no key"
+    config = load_config(f"{FOLDER / name}.py{variant}")
     sharding.check_rules(config.rules)
-    model = models.build(
-        config.model, vocab_size=300, context=config.data.seq_len, dtype=config.train.dtype
-    )
-    shapes = models.unboxed_shapes(model)["params"]
-    optim.make_optimizer(config.optim, config.steps, shapes)
+    model, cost = build(config)
+    optim.make_optimizer(config.optim, config.steps, models.unboxed_shapes(model)["params"])
     assert config.data.batch_size % config.train.accumulation == 0
-    if variant:
-        per_step = model.ledger(config.data.seq_len).train_flops(
-            config.data.batch_size * config.data.seq_len
-        )
-        assert config.steps * per_step < 1e12, "a smoke run takes about a minute on a CPU"
+    assert not variant or cost < 1e12, "a smoke run takes about a minute on a CPU"
 
 
 @pytest.mark.parametrize("name", ["gate", "train_selection", "causal"])
@@ -68,71 +53,67 @@ def test_depth_routing_decides_by_the_threshold():
         assert (routing.kind, routing.causal) == ("mod", "threshold"), name
 
 
-# ---- variants ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_every_variant_loads_and_is_documented(name):
-    namespace = {}
-    exec((ROOT / "configs" / name).read_text(), namespace)  # its VARIANTS
-    for variant in namespace["VARIANTS"]:
-        assert load_config(f"configs/{name}:{variant}")
-        assert variant in namespace["__doc__"] or variant == "smoke"
-
-
 def loaded(name, variants):
     """The config of variants in this order, or the message that refuses them."""
     try:
-        return load_config(f"configs/{name}:{','.join(variants)}")
+        return load_config(f"{name}:{','.join(variants)}")
     except UsageError as error:
         return str(error).replace(",".join(variants), "")
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_variants_do_not_depend_on_their_order(name):
+@pytest.mark.parametrize("name", NAMES)
+def test_variants_are_documented_and_do_not_depend_on_their_order(name):
     """Any two give one config in both orders, or are refused in both; with smoke, a small one."""
-    variants = list(importlib.import_module(f"efx.configs.{name[:-3]}").VARIANTS)
-    for pair in itertools.combinations(variants, 2):
+    module = importlib.import_module(f"efx.configs.{name}")
+    for variant in module.VARIANTS:
+        assert load_config(f"{name}:{variant}")
+        assert variant in module.__doc__ or variant == "smoke"
+    for pair in itertools.combinations(module.VARIANTS, 2):
         config = loaded(name, pair)
         assert config == loaded(name, pair[::-1]), pair
         if isinstance(config, str):
             assert "smoke" not in pair and "\n" not in config and repr(pair[0]) in config, config
         elif "smoke" in pair and config.model.family != "bridged":  # which is made from runs
-            assert_is_small(config)
+            assert config.steps <= 60 and build(config)[1] < 5e11
+            assert config.data.tokenizer in ("bytes", "chars")
 
 
-def assert_is_small(config):
-    length = config.data.seq_len
-    model = models.build(config.model, vocab_size=257, context=length, dtype=config.train.dtype)
-    cost = model.ledger(length).train_flops(config.data.batch_size * length)
-    assert config.steps <= 60 and config.steps * cost < 5e11
-    assert config.data.tokenizer in ("bytes", "chars")
+# ---- mistakes in a config file -----------------------------------------------------------------
+
+WRONG_LINES = [  # a line of a config file, what is named
+    ('c.optim.schedule.kindd = "wsd"', "config.optim.schedule.kindd", "'kind'"),
+    ("c.learning_rate = 1.0", "'config.optim.learning_rate'"),
+    ("c.optim = dict(name='lion')", "config.optim.learning_rate"),
+    ("del c.sample.top_p", "config.sample.top_p"),
+    ("del c.log; c.log = 3", "config.log=3"),
+    ("common.apply(c, {'modle.width': 3})", "config.modle", "'model'"),
+    ("common.variant(c, 'x', x={'model.widht': 3})", "'x'", "'width'"),
+    ("c = None", "ConfigDict"),
+]
 
 
-def test_variants_that_contradict_each_other_are_refused():
-    refused(lambda: load_config("shakespeare_char:gpu,cpu"), "'cpu'", "'gpu'")
-    refused(lambda: load_config("encoder_decoder:serial,same_layer"), "config.model.cross_source")
-    published = load_config("encoder_decoder:serial,published")  # a detail of the recipe changes
-    assert published.model.cross_source == "final" and published.model.depth == 13
-    assert load_config("latent:one_level,smoke").model.level_widths == (32,)
-    assert load_config("shakespeare_char:mod").data.batch_size == 12  # the default recipe
-
-
-@pytest.mark.parametrize("given, built", [("0.25", 0.25), ("(0.125,0.5)", (0.125, 0.5))])
-def test_capacity_on_the_command_line_is_a_number_or_a_list(given, built):
-    flags = main.parse(
-        [
-            "efx",
-            "--config=configs/mod.py",
-            "--workdir=w",
-            "--config.model.depth=4",
-            f"--config.model.depth_routing.capacity={given}",
-            "--config.model.depth_routing.also_train=('predictor',)",
-            "--config.model.depth_routing.capacity_stages=((0.5,1.0),)",
-        ]
+@pytest.mark.parametrize("line, named", [(line, named) for line, *named in WRONG_LINES])
+def test_mistakes_in_a_config_file_are_refused(tmp_path, line, named):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from efx.configs import common\n\n\ndef get_config():\n    c = common.base()\n"
+        f"    {line}\n    return c\n"
     )
-    routing = models.build(flags.config.model, vocab_size=9, context=8, dtype="float32").config
-    routing = routing.depth_routing
-    assert routing.capacity == built
-    assert routing.also_train == ("predictor",)
-    assert routing.capacity_stages == ((0.5, 1.0),)
+    refused(lambda: load_config(str(path)), str(path), *named)
+
+
+def test_misspelt_keys_are_refused_in_a_notebook_and_in_a_run_directory(tmp_path):
+    config = common.base()
+    config.data.packng = True
+    refused(lambda: to_config(config), "config.data.packng", "'packing'")
+    plain = common.base().to_dict()
+    plain["log"]["evry"] = 5
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(plain))
+    refused(lambda: config_of_run(tmp_path), str(path), "config.log.evry", "'every'")
+    argv = ["efx", "--mode=sample", f"--workdir={tmp_path}"]
+    refused(lambda: parse(argv), str(path), "config.log.evry", "'every'")
+
+
+def test_only_close_names_are_suggested():
+    assert not nearest("load", ["mod"]) and "evaluate" in nearest("eval", ["train", "evaluate"])

@@ -146,11 +146,6 @@ def test_a_hugging_face_data_set_is_read_as_a_stream(tmp_path):
     refuse_data(make_config(f"hf:{tmp_path}/none", tmp_path), f"hf:{tmp_path}/none")
 
 
-def test_a_hugging_face_data_set_needs_its_library(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    refuse_data(make_config("hf:some/thing", tmp_path), "config.data.source='hf:some/thing'")
-
-
 def test_a_network_that_fails_is_a_passing_error(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets", reason="the extra `hf` is not installed")
     for setting in ("STREAMING_OPEN_MAX_RETRIES", "STREAMING_READ_MAX_RETRIES"):  # the library's

@@ -196,7 +196,7 @@ def test_a_directory_without_a_checkpoint_is_free_for_any_config(trained, tmp_pa
     assert not list((tmp_path / "run/samples").iterdir())
 
 
-def test_a_resume_that_fails_leaves_the_run_as_it_was(copy, monkeypatch):
+def test_a_resume_that_fails_leaves_the_run_as_it_was(copy):
     config, run = tiny(copy / "a.txt", **{"steps": 5}), copy / "run"
     parts = [path for path in (run / "checkpoints/2/state").rglob("*") if path.is_file()]
     part = max(parts, key=lambda path: path.stat().st_size)
@@ -207,10 +207,6 @@ def test_a_resume_that_fails_leaves_the_run_as_it_was(copy, monkeypatch):
     lines = (run / "metrics.jsonl").read_bytes()
     (run / "metrics.jsonl").write_bytes(b"broken\n" + lines)
     refused(config, run, "metrics.jsonl")
-    (run / "metrics.jsonl").write_bytes(lines + b'{"step": 2, "x": 1, "trai\n')
-    monkeypatch.setitem(sys.modules, "wandb", None)  # as if not installed
-    with_wandb = tiny(copy / "a.txt", **{"steps": 5, "log.wandb": "a project"})
-    refused(with_wandb, run, "config.log.wandb")
 
 
 def test_a_run_whose_text_tokenizer_or_settings_were_replaced_is_refused(copy):
@@ -334,9 +330,6 @@ def test_a_run_starts_with_the_parameters_of_the_run_started_from(trained, tmp_p
 
 def test_the_tokenizer_is_that_of_the_run_started_from(trained, tmp_path):
     run = trained / "run"
-    config = tiny(trained / "a.txt", **{"init.run": str(run), "data.tokenizer": "chars"})
-    refused(config, tmp_path / "next", "config.data.tokenizer='chars'", "bytes")
-    assert not (tmp_path / "next").exists()
     # Its file is the same tokenizer by another name.
     shutil.copy(run / "tokenizer.json", tmp_path)
     same = {"init.run": str(run), "data.tokenizer": str(tmp_path / "tokenizer.json")}
