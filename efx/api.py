@@ -39,7 +39,7 @@ def load_config(source, changes=None):
 def train(config, workdir):
     """Train in a run directory, or resume its run; returns the last row of metrics.
 
-    Raises: UsageError; `efx.train.trainer.RunStopped`, a RuntimeError, if training cannot continue,
+    Raises: UsageError; `efx.errors.RunStopped`, a RuntimeError, if training cannot continue,
       such as its `NotFinite` for a run whose loss is not finite at its last step.
     """
     from efx.train.trainer import train_and_evaluate

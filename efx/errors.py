@@ -63,3 +63,15 @@ def _edit_distance(a, b):
             if i and j and letter == b[j - 1] and other == a[i - 1]:
                 row[-1] = min(row[-1], above[j - 1] + 1)
     return row[-1]
+
+
+class RunStopped(RuntimeError):
+    """Training cannot continue; the message is one line for the user. status: exit status."""
+
+    status = 1
+
+
+class NotFinite(RunStopped):
+    """The run is at its last step, but its gradients or the held-out loss are not finite."""
+
+    status = 3

@@ -33,16 +33,13 @@ from efx import api, run_dir
 from efx.config import schema
 from efx.config.flags import parse
 from efx.config.load import to_config
-from efx.errors import UsageError, nearest
+from efx.errors import RunStopped, UsageError
 from efx.parallel import multihost
 from efx.parallel.host_memory import keep_freed_memory
 
 if _ENDS:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-MODES = (
-    "train", "compose", "import", "convert", "export", "evaluate", "sample", "cluster", "compile",
-)  # fmt: skip
 _MODES_OF_FLAGS = {
     "prompt": ("sample",),
     "step": ("evaluate", "sample", "export"),
@@ -61,10 +58,10 @@ def run(argv):
     if values is None:
         return
     _check_flags(values)
-    start_jax(values)
     if values.prompt is not None:
         values.config.sample.prompt = values.prompt
     config, workdir, mode = to_config(values.config), values.workdir, values.mode
+    start_jax(values)
     source, target = values["from"].value, values.to
     if mode == "compile":
         from efx import ahead_of_time
@@ -116,8 +113,6 @@ def _config_for(values, config):
 
 def _check_flags(values):
     mode, workdir = values.mode, values.workdir
-    if mode not in MODES:
-        raise UsageError(f"--mode={mode}: expected {', '.join(MODES)}{nearest(mode, MODES)}")
     if not workdir and mode != "compile":
         raise UsageError("--workdir is missing: the run directory, e.g. --workdir runs/mod")
     for name, modes in _MODES_OF_FLAGS.items():
@@ -234,9 +229,7 @@ def _status(argv):
         return 130
     except BrokenPipeError:
         return signals.status_without_reader()
-    except RuntimeError as error:
-        if type(error).__name__ not in ("RunStopped", "NotFinite"):  # of efx.train.trainer
-            raise
+    except RunStopped as error:
         print(f"efx: stopped: {error}", file=sys.stderr, flush=True)
         return error.status
     return 0

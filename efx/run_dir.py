@@ -61,7 +61,7 @@ def checkpoint_steps(workdir):
     """Steps of all checkpoint directories in ascending order, complete or not; [] without any."""
     try:
         names = [path.name for path in (io.folder(workdir) / CHECKPOINTS).iterdir()]
-    except OSError:  # no such directory
+    except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(int(name) for name in names if name.isdecimal() and len(name) < 19)
 

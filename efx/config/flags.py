@@ -11,6 +11,9 @@ from efx.config.names import full_name, value_of
 from efx.config.run import default_config
 from efx.errors import UsageError, nearest
 
+MODES = (
+    "train", "compose", "import", "convert", "export", "evaluate", "sample", "cluster", "compile",
+)  # fmt: skip
 _TEXT, _NUMBER, _SWITCH = flags.DEFINE_string, flags.DEFINE_integer, flags.DEFINE_bool
 # name: (type, default, help)
 _FLAGS = {
@@ -21,11 +24,7 @@ _FLAGS = {
         "--config.KEY=VALUE changes a setting.",
     ),
     "workdir": (_TEXT, None, "Run directory."),
-    "mode": (
-        _TEXT,
-        "train",
-        "train, compose, import, convert, export, evaluate, sample, cluster or compile.",
-    ),
+    "mode": (_TEXT, "train", f"One of {', '.join(MODES)}."),
     "from": (_TEXT, None, "import: directory of a Hugging Face model; convert: of a dense run."),
     "to": (_TEXT, None, "convert: mod or layer_drop; export: new directory, for transformers."),
     "dtype": (_TEXT, None, "export: float32, bfloat16 or float16."),
@@ -81,6 +80,10 @@ def parse(argv, usage="", config_for=None):
         return None
     settings = _parse(values, argv, known_only=True)
     keys = _setting_keys(values, settings)
+    if values.mode not in MODES:
+        raise UsageError(
+            f"--mode={values.mode}: expected {', '.join(MODES)}{nearest(values.mode, MODES)}"
+        )
     for name, meaning in _REQUIRED.get(values.mode, {}).items():
         if not values[name].value:
             raise UsageError(f"--{name} is missing: {meaning}")
@@ -143,9 +146,9 @@ def _initial_config(values):
 
 def _setting_keys(values, arguments):
     """Dotted keys of the settings among the arguments; UsageError for any other `--name`."""
-    keys, is_value = [], False  # is_value: whether the next argument is the value of the last
+    keys, is_value = [], False  # is_value: whether the next argument may be the last one's value
     for argument in arguments[1:]:
-        if is_value or not argument.startswith("-"):
+        if (is_value and not argument.startswith("--")) or not argument.startswith("-"):
             is_value = False
             continue
         if argument == "--":

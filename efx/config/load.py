@@ -20,7 +20,7 @@ import pathlib
 from ml_collections import ConfigDict
 
 from efx import configs, io, run_dir
-from efx.config.names import is_block, setting_names, unknown_setting, value_of
+from efx.config.names import is_mapping, setting_names, unknown_setting, value_of
 from efx.config.run import Config, default_config
 from efx.config.schema import make
 from efx.errors import UsageError, nearest
@@ -45,7 +45,9 @@ def load_config(source, changes=None):
     else:
         config = run_file("config", source)
         to_config(config, f"--config={source}")
-    return apply(config, changes or {}, f"{source}: ")
+    if changes:
+        to_config(apply(config, changes, f"{source}: "), source)
+    return config
 
 
 def apply(config, changes, where=""):
@@ -56,7 +58,8 @@ def apply(config, changes, where=""):
     """
     for key, value in changes.items():
         try:
-            value_of(config, key)
+            if isinstance(value_of(config, key), ConfigDict):
+                raise UsageError(f"config.{key} is a block of settings; set its settings")
             config.update_from_flattened_dict({key: value})
         except UsageError as error:
             raise UsageError(f"{where}{error}") from None
@@ -92,7 +95,7 @@ def _check_names(block, known, name, config):
     for key in block:
         if key not in known:
             raise unknown_setting(f"{name}.{key}", known, config)
-        if is_block(known[key]) and is_block(block[key]):
+        if is_mapping(known[key]) and is_mapping(block[key]):
             _check_names(block[key], known[key], f"{name}.{key}", config)
 
 
@@ -126,10 +129,10 @@ def _with_tuples(value):
 
 def _fill(block, values):
     for key, value in values.items():
-        if is_block(block[key]):
+        if is_mapping(block[key]):
             _fill(block[key], value)
         else:  # a value may be a mapping too: the schedule of a loss
-            block[key] = value.to_dict() if is_block(value) else value
+            block[key] = value.to_dict() if is_mapping(value) else value
 
 
 def completed(recorded):
@@ -145,16 +148,19 @@ def completed(recorded):
     whole, new = _with_defaults(recorded, defaults), []
     for name in setting_names(defaults):
         block, _, key = name.removeprefix("config.").rpartition(".")
-        with contextlib.suppress(UsageError):
-            if key not in (value_of(recorded, block) if block else recorded):
-                new.append(f"{name}={value_of(defaults, name.removeprefix('config.'))!r}")
+        try:
+            is_new = key not in (value_of(recorded, block) if block else recorded)
+        except UsageError:  # the block is new
+            is_new = True
+        if is_new:
+            new.append(f"{name}={value_of(defaults, name.removeprefix('config.'))!r}")
     if new:
         _warn_of_new_settings(", ".join(new))
     return whole
 
 
 def _with_defaults(recorded, defaults):
-    if not is_block(recorded) or not is_block(defaults):
+    if not is_mapping(recorded) or not is_mapping(defaults):
         return recorded
     known = {
         key: _with_defaults(recorded.get(key, value), value) for key, value in defaults.items()
@@ -225,7 +231,7 @@ def find_file(kind, path, folder=""):
         suggestions |= {name: str(named.parent / f"{name}.py") for name in names}
     problem = "there is no such file"
     if not is_path:
-        problem = f"there is no {kind} of this name, and a path ends in .py"
+        problem = f"no {kind} of efx has this name; the path of a file ends in .py"
     raise UsageError(f"--{kind}={path}: {problem}{nearest(named.stem, suggestions, suggestions)}")
 
 

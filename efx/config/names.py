@@ -31,7 +31,7 @@ OTHER_NAMES = {
 _SETTING_OF = {other: key for key, others in OTHER_NAMES.items() for other in others.split()}
 
 
-def is_block(value):
+def is_mapping(value):
     """Whether a value of a config is a block of settings or another mapping."""
     return hasattr(value, "keys")
 
@@ -40,14 +40,14 @@ def setting_names(config, name="config"):
     """Yield the dotted names of all settings in a nested mapping called `name`."""
     for key in config:
         inner = f"{name}.{key}"
-        yield from setting_names(config[key], inner) if is_block(config[key]) else [inner]
+        yield from setting_names(config[key], inner) if is_mapping(config[key]) else [inner]
 
 
 def value_of(config, key):
     """The value or block of a dotted key; UsageError if there is none."""
     block, name = config, "config"
     for part in key.split("."):
-        if not is_block(block):
+        if not is_mapping(block):
             raise UsageError(f"config.{key}: {name} is a value, not a block of settings")
         name = f"{name}.{part}"
         if part not in block:
@@ -66,6 +66,7 @@ def unknown_setting(name, block, config):
 
 def full_name(key, config):
     """The shortest name of a setting that ends in `key`, or is `key` in another program; or ""."""
-    default = f"config.{_SETTING_OF[key]}" if key in _SETTING_OF else ""
-    matches = (name for name in setting_names(config) if name.endswith(f".{key}"))
-    return min(matches, key=len, default=default)
+    names = list(setting_names(config))
+    other = f"config.{_SETTING_OF.get(key)}"
+    matches = [name for name in names if name.endswith(f".{key}")]
+    return min(matches, key=len, default=other if other in names else "")

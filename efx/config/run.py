@@ -230,7 +230,8 @@ class LossesConfig:
 
     def check(self):
         for name in names_of(type(self)):
-            loss_weight(getattr(self, name), f"{self.where}.{name}")
+            weight = loss_weight(getattr(self, name), f"{self.where}.{name}")
+            object.__setattr__(self, name, weight)
 
     @property
     def distils(self):

@@ -59,7 +59,7 @@ class Range:
         return str(self)
 
     @property
-    def is_open(self):
+    def is_unbounded(self):
         """Whether there is no upper bound."""
         return self.most is None and self.below is None
 
@@ -78,7 +78,7 @@ Count = Annotated[int, Range(least=1)]
 Natural = Annotated[int, Range(least=0)]
 # Blocks and other modules, each of which is traced: more would be traced for hours.
 Modules = Annotated[int, Range(least=1, most=10_000)]
-ModulesOrNone = Annotated[int, Range(least=0, most=10_000)]
+ModulesOrZero = Annotated[int, Range(least=0, most=10_000)]
 # Positions or experts: the sum of two such numbers is an int32.
 Positions = Annotated[int, Range(least=0, most=2**30 - 1)]
 Bytes = Annotated[int, Range(least=0, below=2**63)]
@@ -187,10 +187,10 @@ def _as_option(hint, value, where):
         kind, allowed = typing.get_args(hint)
         number = _as_option(kind, value, where)
         if not allowed.holds(number):
-            finite = allowed.is_open and not abs(number) < math.inf and allowed != Range()
+            finite = allowed.is_unbounded and not abs(number) < math.inf and allowed != Range()
             rule = ("finite and " if finite else "") + allowed.rule(number)
             raise UsageError(f"{where}={value!r}: must be {rule}")
-        if allowed.is_open and abs(number) > _LARGEST[kind]:
+        if allowed.is_unbounded and abs(number) > _LARGEST[kind]:
             limit = format(_LARGEST[kind], "d" if kind is int else ".8g")
             raise UsageError(
                 f"{where}={value!r}: must be at most {limit} in size, the largest {kind.__name__}32"

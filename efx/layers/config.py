@@ -9,7 +9,7 @@ from efx.config.schema import (
     AtLeastOne,
     Count,
     Fraction,
-    ModulesOrNone,
+    ModulesOrZero,
     Natural,
     NonNegative,
     Number,
@@ -240,7 +240,7 @@ class MLPConfig:
 class SoftExpertsConfig:
     """Blocks of several channels, see `soft_experts.SoftBlock`."""
 
-    num: ModulesOrNone = 0  # channels of a block, each with its own attention and MLP; 0: none
+    num: ModulesOrZero = 0  # channels of a block, each with its own attention and MLP; 0: none
     every: Count = 1  # blocks every-1, 2*every-1, ... have them
     shared: Natural = 0  # MLPs added to every channel's, as one of `shared` times the width
     multiple: Count = 1  # output width of a channel's MLP: multiple * width / num, rounded up

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx.config.schema import ModulesOrNone, Natural, block
+from efx.config.schema import ModulesOrZero, Natural, block
 from efx.layers import batch_means, config, flops, norms
 from efx.layers import block as blocks
 from efx.layers.learned_dropout import make_dropout
@@ -45,7 +45,7 @@ class EncoderDecoderConfig(ModelConfig):
     family: Literal["encoder_decoder"] = "encoder_decoder"
     # Encoder blocks; 0: `depth`, or depth - 1 with cross_source="previous_layer", where no decoder
     # block would read the output of one more.
-    encoder_depth: ModulesOrNone = 0
+    encoder_depth: ModulesOrZero = 0
     cross_heads: Natural = 0  # heads of cross-attention, width / cross_heads wide; 0: num_heads
     # "rope": no position embeddings; rotary self-attention and cross-attention.
     positions: Literal["learned", "rope"] = "learned"

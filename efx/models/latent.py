@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from efx.config.schema import Count, Modules, ModulesOrNone, NonNegative, Positions, block
+from efx.config.schema import Count, Modules, ModulesOrZero, NonNegative, Positions, block
 from efx.errors import UsageError
 from efx.layers import batch_means, costs, flops, learned_dropout, mup, norms
 from efx.layers.block import (
@@ -64,7 +64,7 @@ from efx.parallel.sharding import constrain, parameter
 # ---- settings ----------------------------------------------------------------------------------
 
 BLOCK_COUNTS = ("encoder_local", "encoder_global", "decoder_local", "decoder_global")
-PerLevel = ModulesOrNone | tuple[ModulesOrNone, ...]
+PerLevel = ModulesOrZero | tuple[ModulesOrZero, ...]
 
 
 @block("config.model.latent_loss")

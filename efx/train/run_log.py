@@ -53,15 +53,16 @@ class RunLog:
         self._resumed = None  # (step, recorded FLOPs) of the resume
         self._profile_start = None  # the first profiled step
 
-    def resume(self, step, meta):
-        """Continue the time and FLOPs recorded in a checkpoint's `meta`."""
-        self.watch = Stopwatch(meta["seconds"])
+    def resume(self, step, meta, row):
+        """Continue the time and FLOPs of a checkpoint's `meta` and the row of its step."""
+        self.watch, self.last_row = Stopwatch(meta["seconds"]), row
         self._written_at, self._resumed = meta["seconds"], (step, meta["flops"])
 
     def flops(self, step, nominal=True):
         """Training FLOPs up to `step`.
 
-        Steps before a resume keep their recorded FLOPs: another number of steps moves the stages.
+        Steps before a resume keep their recorded FLOPs, because another number of steps moves the
+        boundaries of the stages.
         """
         e, total = self.experiment, self.experiment.flops(step, nominal)
         if self._resumed is None:
@@ -124,7 +125,8 @@ class RunLog:
     def write(self, step, metrics):
         """Add metrics to the row of a step."""
         self.writer.write(step, metrics)
-        self.last_row.update(metrics, step=step)
+        earlier = self.last_row if self.last_row.get("step") == step else {}
+        self.last_row = {**earlier, **metrics, "step": step}
 
     def update_profile(self, step, folder):
         """Start or stop the profiler before the step after `step`."""
@@ -184,7 +186,7 @@ class RunLog:
         e, row = self.experiment, self.last_row
         self.progress.println(
             f"finished: {step} steps, {quantity(step * e.tokens_per_step, 'tokens')}, "
-            f"{quantity(self.flops(step), 'FLOPs')} in {duration(self.watch.seconds())} of "
+            f"{quantity(self.flops(step), 'FLOPs')} in {duration(row['seconds'])} of "
             f"training, held-out loss {row['eval/loss']:.4f} nats "
             f"({row['eval/bits_per_byte']:.4f} bits per byte){cut(row)}"
         )

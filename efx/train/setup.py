@@ -231,13 +231,14 @@ def setup(config, workdir=None):
     return Setup(config, data.tokenizer, model, mesh, rules)
 
 
-def experiment(config, workdir=None, splits=SPLITS):
-    """The `Experiment` of a `Config`, with the tokenizer and the split of an earlier launch.
+def experiment(config, workdir=None, splits=SPLITS, trains=True):
+    """The `Experiment` of a `Config`, with the tokenizer and the split saved in `workdir`.
 
     Args:
       splits: those of the data to load, see `efx.data.load`.
+      trains: whether the experiment is for training: with its teacher.
     """
-    trains, resumes = "train" in splits, workdir is not None and run_dir.holds_result(workdir)
+    resumes = workdir is not None and run_dir.holds_result(workdir)
     if trains and not resumes:
         _check_init(config)
     data, mesh, rules = _open_data(config, workdir, splits)
@@ -247,7 +248,7 @@ def experiment(config, workdir=None, splits=SPLITS):
         model.check_packing()
         data.check_packing()
     _check_batch(config, mesh, rules)
-    # Evaluation needs no teacher, whose run may be gone.
+    # Evaluation needs no teacher, and the teacher's run may have been deleted.
     teacher = _teacher(config, data.tokenizer) if trains else None
     steps, stages = _steps_and_stages(config, model, teacher)
     if trains and resumes:
@@ -260,8 +261,8 @@ def without_text(config, vocab_size, devices=None, of_run=False, planned=None):
 
     Args:
       devices: those of the mesh, possibly descriptions of absent ones; None: JAX's own.
-      of_run: True: with the steps and stages of a run, which are checked; False: a config without
-        `steps` counts as one of 1000.
+      of_run: True: with the steps and stages of a run, which are checked; False: with the final
+        capacity only, and 1000 steps if the config has none.
       planned: {run directory: `Config`} of runs that do not exist yet; the members of a model may
         be such runs or finished ones. None: a model with members is refused.
     """
@@ -275,7 +276,7 @@ def without_text(config, vocab_size, devices=None, of_run=False, planned=None):
     members = []
     for key, run in runs:
         member = planned.get(run) or other_runs.config_of_single_model(run, f"config.model.{key}")
-        members.append(_build_model(config, member, vocab_size, mesh, rules))
+        members.append(_build_model(config, _with_padding(member, 0), vocab_size, mesh, rules))
     model = _checked_model(config, vocab_size, mesh, rules, members)
     if config.data.packing:
         model.check_packing()
@@ -297,7 +298,8 @@ def _mesh_and_rules(config, devices=None):
 def _open_data(config, workdir, splits):
     """(data, mesh, rules)"""
     mesh, rules = _mesh_and_rules(config)
-    other_runs.check_runs(config)
+    if not (workdir and run_dir.holds_result(workdir)):  # a resumed run has its own parameters
+        other_runs.check_runs(config)
     origin, same_text = None, True
     if workdir and splits:
         origin, same_text = other_runs.recorded_text(config.data, workdir)
@@ -327,11 +329,8 @@ def _check_same_data(data):
 
 
 def _check_init(config):
-    """UsageError for settings of an initialisation from a run without `init.run`.
-
-    A variant that trains a few parameters of a finished model would train those of a new model. An
-    adapter is refused with its model.
-    """
+    """UsageError if `init` has patterns but no run: a variant for finetuning would train a random
+    model. Adapters are checked by `_check_adapter`."""
     for name in ("missing", "unexpected", "rename"):
         value = getattr(config.init, name)
         if value and not config.init.run and config.adapter.kind == "none":
@@ -535,8 +534,8 @@ def _warn_of_changed_schedule(config, workdir, steps):
     old, new = (float(optim.make_schedule(config.optim, n)(reached)) for n in (before, steps))
     if not math.isclose(old, new, rel_tol=1e-5):
         warn(
-            f"the learning-rate schedule ends with the run: with {steps} steps instead of "
-            f"{before}, the rate at step {reached} is {new:.3g} instead of {old:.3g}"
+            f"the run has {steps} steps instead of {before}, so the schedule changes the learning "
+            f"rate at step {reached} to {new:.3g} instead of {old:.3g}"
         )
 
 
@@ -589,14 +588,14 @@ def finished(config, workdir, step=None, splits=()):
     # Only some optimisers evaluate averaged parameters; then their state is read too.
     with_optimizer = optim.keeps_averages(config.optim.name)
     if splits or with_optimizer:
-        built = experiment(config, workdir, splits)
+        built = experiment(config, workdir, splits, trains=False)
     else:
         built = setup(config, workdir)
     if with_optimizer:
         shapes = Training(built).shapes
     else:
         shapes = _state_shapes(built, models.variable_shapes(built.model), optax.identity())
-    with checkpointer(workdir, config.checkpoint) as checkpoints:
+    with checkpointer(workdir, config.checkpoint, scores={}) as checkpoints:
         restored = checkpoints.restore(
             shapes,
             step=step,

@@ -18,7 +18,7 @@ from efx.checkpoint import start_from
 from efx.checkpoint.manifest import warn
 from efx.checkpoint.params import fingerprint
 from efx.config.load import to_config
-from efx.errors import UsageError
+from efx.errors import NotFinite, RunStopped, UsageError
 from efx.logging import Progress
 from efx.logging.writer import samples_path
 from efx.parallel import multihost, sharding
@@ -28,18 +28,6 @@ from efx.train import memory, messages, optim, setup
 from efx.train.evaluator import Evaluator, describe
 from efx.train.run_files import RunFiles
 from efx.train.run_log import RunLog
-
-
-class RunStopped(RuntimeError):
-    """Training cannot continue; the message is one line for the user. status: exit status."""
-
-    status = 1
-
-
-class NotFinite(RunStopped):
-    """The run is at its last step, but its gradients or the held-out loss are not finite."""
-
-    status = 3
 
 
 def train_and_evaluate(config, workdir, *, command_line=(), started=None, train=True):
@@ -172,17 +160,11 @@ class Trainer:
             self.log.writer = self.files.writer
             self.log.print_start(self.workdir, self.step)
             if not train:
-                if self.files.is_new:
-                    self._save()
-                    self._evaluate_and_sample(["evaluate"])
-                else:
-                    self.println(f"composed already: {self.workdir} is at step {self.step}")
-                return self._finish()
-            if not self.files.is_new:
-                self._evaluate_and_sample(self._missing_work())
+                return self._compose()
+            missing = [] if self.files.is_new else self._missing_work()
+            self._evaluate_and_sample(missing)
             if self.step == e.steps:
-                is_row_new = bool(self.log.last_row)
-                return self._finish() if is_row_new else self._finish_again(", its last step")
+                return self._finish() if missing else self._finish_again(", its last step")
             try:
                 self._train()
             except Interrupted:
@@ -214,7 +196,7 @@ class Trainer:
             )
             self.state, self.step = restored.state, restored.step
             self.iterator.set_state(restored.data_state)
-            self.log.resume(self.step, restored.meta)
+            self.log.resume(self.step, restored.meta, row_of(self.workdir, self.step))
         self.position = self.iterator.get_state()
         return origin
 
@@ -229,6 +211,16 @@ class Trainer:
 
         names = ("evaluate", "sample")
         return [n for n in names if multihost.run_on_primary(self.workdir, lambda: is_missing(n))]  # noqa: B023
+
+    def _compose(self):
+        """Save and evaluate step 0, unless an earlier launch has; returns the row of metrics."""
+        if self.checkpoints.latest_step() is None:
+            self._save()
+        if "eval/loss" not in self.log.last_row:
+            self._evaluate_and_sample(["evaluate"])
+        else:
+            self.println(f"composed already: {self.workdir} is at step {self.step}")
+        return self._finish()
 
     # ---- the loop --------------------------------------------------------------------------------
 
@@ -285,7 +277,7 @@ class Trainer:
                 raise RunStopped(
                     f"{skipped} steps in a row up to step {step} had a non-finite loss or gradient "
                     "and were skipped; lower config.optim.learning_rate, or raise "
-                    "config.train.max_nonfinite. The last checkpoint is unchanged"
+                    "config.train.max_nonfinite; rerun to resume from the last checkpoint"
                 )
             if step % self.config.log.every == 0:
                 self.files.mirror.upload(if_due=True)
@@ -323,6 +315,8 @@ class Trainer:
         self.checkpoints.save(self.step, self.state, self.position, meta, force=True)
 
     def _evaluate_and_sample(self, due):
+        if not {"evaluate", "sample"} & set(due):
+            return
         params = optim.eval_params(self.config.optim.name, self.state.opt_state, self.state.params)
         if "evaluate" in due:
             metrics = self._interruptible(lambda: self.evaluator(params, self.state.variables))
@@ -331,8 +325,7 @@ class Trainer:
             self.println(describe(self.step, metrics))
         if "sample" in due:
             self._sample({"params": params, **self.state.variables})
-        if due:
-            self.files.mirror.upload()
+        self.files.mirror.upload()
 
     def _sample(self, variables):
         c = self.config.sample
@@ -360,8 +353,7 @@ class Trainer:
     def _finish_again(self, detail):
         """Report a run that is already at its last step; returns its last row."""
         self.println(f"finished already: {self.workdir} is at step {self.step}{detail}")
-        with contextlib.suppress(UsageError):  # damaged metrics do not matter here
-            self.log.last_row.update(row_of(self.workdir, self.step))
+        self.log.last_row = row_of(self.workdir, self.step)
         return self._finish(print_totals=False)
 
     def _finish(self, print_totals=True):
@@ -388,9 +380,9 @@ class Trainer:
                 return
             steps = "step" if skipped == 1 else f"{skipped} steps"
             problem = (
-                f"the loss or gradient of the last {steps} was not finite, so these were "
-                f"skipped. The parameters are finite, those of step {self.step - skipped}, and "
-                f"the held-out loss is {loss:.4f} nats"
+                f"the loss or gradient of the last {steps} was not finite. The parameters are "
+                f"those of step {self.step - skipped} (finite), and the held-out loss is "
+                f"{loss:.4f} nats"
             )
         else:
             cause = "the parameters are not finite"
@@ -398,9 +390,9 @@ class Trainer:
                 cause = "the parameters are finite, but the forward pass overflows"
             problem = f"the held-out loss is not finite: {cause}"
         best, metric = self.checkpoints.best_step(), self.config.checkpoint.best_metric
-        advice = "; a lower config.optim.learning_rate may help, in another --workdir"
+        advice = "; try a lower config.optim.learning_rate in another --workdir"
         if best is not None and best != self.step:
-            advice += f"; the best {metric} is that of checkpoint {best} (--step={best})"
+            advice += f"; checkpoint {best} has the best {metric} (--step={best})"
         raise NotFinite(f"at step {self.step}, the last, {problem}{advice}")
 
 

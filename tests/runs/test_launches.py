@@ -273,7 +273,7 @@ SKIPPED = {"losses.z_loss": 3e38, "steps": 1}
 
 @pytest.mark.parametrize(
     "changes, name",
-    [(DIVERGED, "config.optim.learning_rate"), (SKIPPED, "The parameters are finite")],
+    [(DIVERGED, "config.optim.learning_rate"), (SKIPPED, "The parameters are those of step 0")],
 )
 def test_a_run_that_ends_without_a_finite_step_has_status_3_at_each_launch(
     trained, tmp_path, capsys, monkeypatch, root, changes, name
