@@ -1,6 +1,8 @@
 """The exception that means "the user asked for something that cannot be done", and the one for what
 may be possible the next time."""
 
+import sys
+
 
 class UsageError(ValueError):
     """Bad input, told in one line.
@@ -63,3 +65,10 @@ def _edit_distance(a, b):
             if i and j and letter == b[j - 1] and other == a[i - 1]:
                 row[-1] = min(row[-1], above[j - 1] + 1)
     return row[-1]
+
+
+def warn(line):
+    """Print a one-line warning to standard error, from process 0 only."""
+    jax = sys.modules.get("jax")
+    if jax is None or jax.process_index() == 0:
+        print(f"efx: warning: {line}", file=sys.stderr, flush=True)

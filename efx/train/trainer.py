@@ -15,11 +15,10 @@ import numpy as np
 
 from efx import io, run_dir
 from efx.checkpoint import start_from
-from efx.checkpoint.manifest import warn
 from efx.checkpoint.params import fingerprint
 from efx.config import schema
 from efx.config.load import completed, to_config
-from efx.errors import UsageError
+from efx.errors import UsageError, warn
 from efx.layers.flops import count_params, device_peak
 from efx.logging import (
     MetricsBuffer,
@@ -30,7 +29,7 @@ from efx.logging import (
     quantity,
 )
 from efx.logging.progress import is_primary
-from efx.logging.writer import WANDB_ID_FILE, WRITTEN, check_wandb, samples_path
+from efx.logging.writer import RESUMED_FILES, WANDB_ID_FILE, check_wandb, samples_path
 from efx.parallel import multihost, sharding
 from efx.parallel.signals import Interrupted, StopSignals
 from efx.sampling import TextSampler
@@ -332,7 +331,7 @@ class Trainer:
 
         def open_metrics():
             self.mirror = files.enter_context(
-                io.Mirror(self.workdir, WRITTEN if is_primary() else ())
+                io.Mirror(self.workdir, RESUMED_FILES if is_primary() else ())
             )
             writer = MetricsWriter(
                 self.mirror.path,

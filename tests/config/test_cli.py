@@ -166,7 +166,7 @@ def test_a_full_disk_is_one_line(trained, capsys, tmp_path, monkeypatch, one_of_
     def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(writer, "_write_at", full)
+    monkeypatch.setattr(writer, "_replace_end", full)
     assert call(f"--workdir={tmp_path / 'run'}", **trained[2]) == 2
     assert "run/metrics.jsonl: the disk is full" in error_line(capsys)
 
