@@ -119,8 +119,9 @@ class MetricsWriter:
         if not self._is_active:
             return
         self._find_last(step)
-        with io.report_write_errors(self._workdir):
+        with io.report_write_errors(self._path):
             _replace_end(self._path, self._end, b"")
+        with io.report_write_errors(self._workdir / SAMPLES):
             for path in (self._workdir / SAMPLES).glob("step_*.txt"):
                 number = path.stem.removeprefix("step_")
                 if number.isdecimal() and int(number) > step:
