@@ -1,7 +1,7 @@
-"""Arrays of checkpoints: nested dicts by path, their vocabulary padding, and reading by orbax.
+"""The arrays of checkpoints: orbax's part, nested dicts by path and vocabulary padding.
 
-Orbax stores nested dicts only. Dataclasses, named tuples and empty nodes get their structure from
-the target of a restore.
+States are stored as nested dicts. Dataclasses, named tuples and empty nodes get their structure
+from the target of a restore.
 """
 
 import jax
@@ -9,8 +9,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax.traverse_util import unflatten_dict
 
+from efx.checkpoint import manifest
 from efx.parallel.sharding import path_names
 
+_COMMIT_SECONDS = 3600  # for one save in the background, hashing included
 _REPLICA_BYTES = 2**20
 # {end of the path of a parameter or its optimizer moment: axis of token ids}
 VOCABULARY = {("embed", "embedding"): 0, ("head", "kernel"): 1}
@@ -21,23 +23,105 @@ def flatten(tree):
     return {path_names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def nested(state):
-    """Return a state as the nested dict that orbax stores.
+# ---- writing ----------------------------------------------------------------------------------
 
-    Orbax would cut each replicated array into a piece a device, with one compiled program a shape
-    and piece. Small arrays are therefore replaced by the copy of one device.
+
+def save_arguments(state, data_state, meta):
+    """Return a state, its data position and metadata as arguments of the manager's `save`."""
+    leaves = {path: _without_replicas(leaf) for path, leaf in flatten(state).items()}
+    return ocp.args.Composite(
+        state=ocp.args.StandardSave(unflatten_dict(leaves)),
+        data=ocp.args.JsonSave(data_state),
+        meta=ocp.args.JsonSave(meta),
+    )
+
+
+def _without_replicas(leaf):
+    """Return the copy of one device of a small array that is replicated on this process.
+
+    Orbax would cut it into a piece a device, with one compiled program a shape and piece.
+    """
+    is_small_replica = (
+        isinstance(leaf, jax.Array)
+        and jax.process_count() == 1
+        and leaf.is_fully_replicated
+        and leaf.nbytes < _REPLICA_BYTES
+    )
+    return leaf.addressable_data(0) if is_small_replica else leaf
+
+
+def make_manager(root, preservation_policy, record_failure, before_commit):
+    """Return orbax's manager of the checkpoints in `root`, which deletes unfinished ones.
+
+    Args:
+      preservation_policy: decides which steps to keep.
+      record_failure: makes a context that records an error of a background thread.
+      before_commit: function of the directory of a step, which process 0 calls in the background
+        when all files are written.
+    """
+    state_handler = _StateHandler(record_failure)
+    handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    handlers.add("state", ocp.args.StandardSave, state_handler)
+    for item in ("data", "meta"):
+        handlers.add(item, ocp.args.JsonSave, ocp.JsonCheckpointHandler())
+    background = ocp.AsyncOptions(
+        timeout_secs=_COMMIT_SECONDS,
+        post_finalization_callback=lambda: before_commit(state_handler.step_directory),
+    )
+    options = ocp.CheckpointManagerOptions(
+        preservation_policy=preservation_policy,
+        cleanup_tmp_directories=True,
+        async_options=background,
+    )
+    return _Manager(root, handler_registry=handlers, options=options)
+
+
+class _Manager(ocp.CheckpointManager):
+    """Orbax's manager without its check for a preemption.
+
+    JAX counts the checks of a process, and orbax counts steps: after a resume the processes would
+    agree on a step that is as many steps too late.
     """
 
-    def stored(leaf):
-        is_small_replica = (
-            isinstance(leaf, jax.Array)
-            and jax.process_count() == 1
-            and leaf.is_fully_replicated
-            and leaf.nbytes < _REPLICA_BYTES
-        )
-        return leaf.addressable_data(0) if is_small_replica else leaf
+    def reached_preemption(self, step):
+        return False
 
-    return unflatten_dict({path: stored(leaf) for path, leaf in flatten(state).items()})
+
+class _StateHandler(ocp.StandardCheckpointHandler):
+    """Orbax's handler of arrays; each process then hashes the files that it has written.
+
+    Attributes:
+      step_directory: of the save in progress, under its temporary name.
+    """
+
+    def __init__(self, record_failure):
+        super().__init__()
+        self._record_failure = record_failure
+        self.step_directory = None
+
+    async def async_save(self, directory, *arguments, **options):
+        futures = await super().async_save(directory, *arguments, **options)
+        if not hasattr(directory, "iterdir"):  # orbax's path of a directory that is being made
+            directory = directory.path
+        self.step_directory = directory.parent
+        return [_HashAfterWrite(directory, futures or [], self._record_failure)]
+
+
+class _HashAfterWrite:
+    """A future of orbax, whose background thread calls `result` on every process."""
+
+    def __init__(self, directory, futures, record_failure):
+        self._directory, self._futures = directory, futures
+        self._record_failure = record_failure
+
+    def result(self, timeout=None):
+        with self._record_failure():
+            for future in self._futures:
+                future.result(timeout)
+            manifest.write_digests(self._directory, "state")
+
+
+# ---- reading ----------------------------------------------------------------------------------
 
 
 def read_metadata(folder):

@@ -11,7 +11,6 @@ import time
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 
 from efx import io
 from efx.checkpoint import arrays, errors, manifest
@@ -20,8 +19,6 @@ from efx.errors import warn
 from efx.parallel import multihost
 from efx.parallel.sharding import path_names
 from efx.run_dir import Home
-
-_COMMIT_SECONDS = 3600  # for one save in the background, hashing included
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +51,6 @@ class Checkpointer:
         self._every, self._asynchronous = every, asynchronous
         self._keep_last, self._keep_best, self._scores = keep_last, keep_best, scores
         self._manager = None  # orbax's, made at the first save because it deletes unfinished saves
-        self._handler = None  # of the arrays, made with it
         self._saving = None  # the step of the save in progress
         self._failure = None  # the error of that save on this process
         self._damaged = set()  # steps that `restore` has skipped
@@ -104,16 +100,15 @@ class Checkpointer:
         self.wait()
         if multihost.from_primary(step in self.steps()):
             return False
-        items = ocp.args.Composite(
-            state=ocp.args.StandardSave(arrays.nested(state)),
-            data=ocp.args.JsonSave(data_state),
-            meta=ocp.args.JsonSave(meta),
-        )
+        items = arrays.save_arguments(state, data_state, meta)
         self._saving = step
         try:
             self._check_run()
             self._rename_unusable(step)
-            self._manager = self._manager or self._make_manager()
+            if self._manager is None:
+                self._manager = arrays.make_manager(
+                    self._root, self, self._record_failure, self._write_manifest
+                )
             self._manager.save(step, args=items, force=True)
         except Exception as error:
             raise self._fail(error) from error
@@ -185,28 +180,11 @@ class Checkpointer:
         if self._manager:
             self._manager.reload()
 
-    def _make_manager(self):
-        self._handler = _StateHandler(self._record_failure)
-        handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
-        handlers.add("state", ocp.args.StandardSave, self._handler)
-        for item in ("data", "meta"):
-            handlers.add(item, ocp.args.JsonSave, ocp.JsonCheckpointHandler())
-        background = ocp.AsyncOptions(
-            timeout_secs=_COMMIT_SECONDS, post_finalization_callback=self._write_manifest
-        )
-        return _Manager(
-            self._root,
-            handler_registry=handlers,
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=self, cleanup_tmp_directories=True, async_options=background
-            ),
-        )
-
-    def _write_manifest(self):
+    def _write_manifest(self, step_directory):
         """Write the manifest. Process 0 calls it in the background before orbax's commit."""
         with self._record_failure():
             self._check_run()
-            manifest.write_manifest(self._handler.step_directory, self._saving)
+            manifest.write_manifest(step_directory, self._saving)
 
     def should_preserve(self, checkpoints, *, context):
         """Decide for each checkpoint whether to keep it: orbax's protocol of a preservation policy.
@@ -215,18 +193,16 @@ class Checkpointer:
         its save.
         """
         steps = [info.step for info in checkpoints]
-        usable = [
-            s for s in steps if s == self._saving or manifest.is_finished(self._root / str(s))
-        ]
-        kept = {self._saving, *sorted(usable)[-self._keep_last :]}
-        kept.update(self._by_score(usable)[: self._keep_best])
+        finished = {s for s in steps if manifest.is_finished(self._root / str(s))}
+        usable = finished | {self._saving}
+        kept = {*sorted(usable)[-self._keep_last :], *self._by_score(usable)[: self._keep_best]}
         return [step in kept or step not in usable for step in steps]
 
     def _by_score(self, steps):
         """Return the steps with a finite score, the lowest first; of equals, the newest."""
-        scored = [(self._scores.get(step), -step) for step in steps]
-        finite = [pair for pair in scored if pair[0] is not None and math.isfinite(pair[0])]
-        return [-negative for _, negative in sorted(finite)]
+        scores = {step: self._scores.get(step) for step in steps}
+        finite = [s for s in steps if scores[s] is not None and math.isfinite(scores[s])]
+        return sorted(finite, key=lambda step: (scores[step], -step))
 
     # ---- restoring -------------------------------------------------------------------------------
 
@@ -308,48 +284,3 @@ def _check_same_arrays(name, stored, targets, vocab_size):
             f"{name} does not match the config: {errors.abridged(differences)}; use the config of "
             "the run, or another --workdir"
         )
-
-
-class _Manager(ocp.CheckpointManager):
-    """Orbax's manager without its check for a preemption.
-
-    JAX counts the checks of a process, and orbax counts steps: after a resume the processes would
-    agree on a step that is as many steps too late.
-    """
-
-    def reached_preemption(self, step):
-        return False
-
-
-class _StateHandler(ocp.StandardCheckpointHandler):
-    """Orbax's handler of arrays; each process then hashes the files that it has written.
-
-    Attributes:
-      step_directory: of the save in progress, under its temporary name.
-    """
-
-    def __init__(self, record_failure):
-        super().__init__()
-        self._record_failure = record_failure
-        self.step_directory = None
-
-    async def async_save(self, directory, *arguments, **options):
-        futures = await super().async_save(directory, *arguments, **options)
-        if not hasattr(directory, "iterdir"):  # orbax's path of a directory that is being made
-            directory = directory.path
-        self.step_directory = directory.parent
-        return [_HashAfterWrite(directory, futures or [], self._record_failure)]
-
-
-class _HashAfterWrite:
-    """A future of orbax, whose background thread calls `result` on every process."""
-
-    def __init__(self, directory, futures, record_failure):
-        self._directory, self._futures = directory, futures
-        self._record_failure = record_failure
-
-    def result(self, timeout=None):
-        with self._record_failure():
-            for future in self._futures:
-                future.result(timeout)
-            manifest.write_digests(self._directory, "state")

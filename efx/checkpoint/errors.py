@@ -17,11 +17,7 @@ _SHOWN = 4  # differing arrays in a message before "and N more"
 # Of a full or protected disk: a rerun meets the same error.
 _LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 # Of a failing disk, network or file server: a rerun may succeed.
-_TRANSIENT = (
-    errno.EIO, errno.EAGAIN, errno.EBUSY, errno.EPIPE, errno.ETIMEDOUT, errno.ECONNRESET,
-    errno.ECONNREFUSED, errno.ECONNABORTED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENOTCONN,
-    errno.ESTALE,
-)  # fmt: skip
+_TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ECONNRESET, errno.ESTALE)
 
 
 class CheckpointError(UsageError):

@@ -49,7 +49,6 @@ def start_from(state, config, model, report):
         rename=c.rename,
         vocab_size=model.vocab_size,
         prefix="--config.init.",
-        report=None,
     )
     origin = {"run": c.run, "step": diff.step, "parameters": fingerprint(params, model.vocab_size)}
     variables, averages = _load_averages(diff.step, state.variables, config)
@@ -106,7 +105,6 @@ def _load_averages(step, variables, config):
         unexpected=".*" if may_differ else "",
         rename=[(f"state/(?:{old})", f"state/{new}") for old, new in config.init.rename],
         skip_other_shapes=may_differ,
-        report=None,
     )
     text = f", {diff.loaded} running averages"
     if diff.missing:
@@ -142,7 +140,6 @@ def _load_member(root, fresh, member, is_scanned, collection, unused):
         collection=collection,
         unexpected=unused,
         vocab_size=member.vocab_size,
-        report=None,
     )
     if is_scanned:
         tree = convert_layers(unroll_params, tree, member.specs())
@@ -178,7 +175,6 @@ def _load_experts(params, adapter, base_run, vocab_size):
             unflatten_dict(targets, sep="/"),
             unexpected=r".*/adapter/gate",
             vocab_size=vocab_size,
-            report=None,
         )
         experts.append(flatten_dict(expert, sep="/"))
         for path in sorted(of_base):

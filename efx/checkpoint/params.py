@@ -23,7 +23,6 @@ class ParamsDiff:
     Attributes:
       missing: in the model only, left unchanged. unexpected: in the checkpoint only, not read.
       renamed: pairs (path in the model, path in the checkpoint).
-      cast: triples (path, dtype in the checkpoint, dtype in the model).
     """
 
     step: int
@@ -31,14 +30,12 @@ class ParamsDiff:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     renamed: tuple[tuple[str, str], ...]
-    cast: tuple[tuple[str, str, str], ...]
 
     def __str__(self):
         lines = [f"checkpoint {self.step}: {self.loaded} parameter arrays loaded"]
         lines += [f"  not in the checkpoint, left unchanged: {path}" for path in self.missing]
         lines += [f"  in the checkpoint, not used: {path}" for path in self.unexpected]
         lines += [f"  {path} from {source}" for path, source in self.renamed]
-        lines += [f"  {path}: {stored} converted to {dtype}" for path, stored, dtype in self.cast]
         return "\n".join(lines)
 
 
@@ -54,7 +51,6 @@ def restore_params(
     skip_other_shapes=False,
     vocab_size=0,
     prefix="",
-    report=print,
 ):
     """Read parameters and verify the checksums of their checkpoint.
 
@@ -73,7 +69,6 @@ def restore_params(
       skip_other_shapes: whether an array of another shape counts as missing.
       vocab_size: of the model; 0: the vocabulary padding must be the same.
       prefix: of `missing`, `unexpected` and `rename` in messages.
-      report: function of the ParamsDiff as text, called on process 0 if anything differs; or None.
 
     Returns: (params with the dtypes and shardings of `params`, ParamsDiff).
     Raises: CheckpointError.
@@ -123,18 +118,13 @@ def restore_params(
     averages = optim.stored_averages(metadata) if collection == ("params",) else {}
     with errors.read_errors(name):
         values = _read(folder, loaded, targets, collection, averages)
-    dtypes = {path: (stored[source].dtype, targets[path].dtype) for path, source in loaded.items()}
     diff = ParamsDiff(
         step=step,
         loaded=len(loaded),
         missing=tuple(absent),
         unexpected=tuple(extra),
         renamed=tuple((path, source) for path, source in loaded.items() if source != path),
-        cast=tuple((path, str(a), str(b)) for path, (a, b) in dtypes.items() if a != b),
     )
-    differs = diff.missing or diff.unexpected or diff.renamed or diff.cast
-    if report and differs and jax.process_index() == 0:
-        report(str(diff))
     return unflatten_dict({**targets, **values}, sep="/"), diff
 
 

@@ -162,19 +162,10 @@ def test_the_last_and_the_best_steps_are_kept(tmp_path):
     assert (tmp_path / "900").is_dir()
 
 
-def test_a_new_step_below_the_newest_is_kept(tmp_path):
-    """After a fall-back, for example."""
-    saved(tmp_path, steps=(2, 4))
-    with make(tmp_path, keep_last=1) as checkpointer:
-        checkpointer.save(3, {"x": jnp.ones(3)}, {}, {})
-        checkpointer.wait()
-        assert checkpointer.steps() == [3, 4]
-
-
 # ---- parameters alone ------------------------------------------------------------------------
 
 
-def test_missing_and_unexpected_parameters_need_permission(tmp_path, capsys):
+def test_missing_and_unexpected_parameters_need_permission(tmp_path):
     states = saved(tmp_path)
     target = abstract(states[4].params)
     target["router"] = {"kernel": jnp.full((8, 2), 7.0)}
@@ -191,8 +182,7 @@ def test_missing_and_unexpected_parameters_need_permission(tmp_path, capsys):
     assert diff.missing == ("router/kernel",) and diff.unexpected == ("embed/embedding",)
     np.testing.assert_array_equal(params["router"]["kernel"], np.full((8, 2), 7.0))
     assert_same(params["block_0"], states[4].params["block_0"])
-    report = capsys.readouterr().out
-    assert "router/kernel" in report and "embed/embedding" in report
+    assert "router/kernel" in str(diff) and "embed/embedding" in str(diff)
 
 
 def test_parameters_are_renamed_cast_and_sharded(tmp_path):
@@ -206,13 +196,13 @@ def test_parameters_are_renamed_cast_and_sharded(tmp_path):
         for i, kind in enumerate((jnp.float32, jnp.bfloat16, jnp.float32))
     }
     rename = [(r"(block_\d+)/expert_\d+/(.*)", r"\1/mlp/\2")]
-    params, diff = restore_params(tmp_path, target, rename=rename, report=None)
+    params, diff = restore_params(tmp_path, target, rename=rename)
     source = states[4].params["block_0"]["mlp"]["up"]["kernel"]
     for i in range(3):
         kernel = params["block_0"][f"expert_{i}"]["up"]["kernel"]
         assert kernel.sharding == specs[i]
         np.testing.assert_array_equal(kernel, source.astype(kernel.dtype))
-    assert len(diff.renamed) == 3 and len(diff.cast) == 1 and not diff.unexpected
+    assert len(diff.renamed) == 3 and not diff.unexpected
 
 
 def test_parameters_of_any_step_but_of_no_other_shape_and_no_damaged_step(tmp_path):
