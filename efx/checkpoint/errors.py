@@ -58,9 +58,9 @@ def read_errors(name):
 
 def save_error(step, root, error):
     """Return the CheckpointError of a save that failed with any exception."""
-    cause = _os_error(error)
-    # An error without a number is of the client of an object store, usually of its network.
-    may_pass = cause.errno in _TRANSIENT if cause else io.is_remote(root)
+    number = getattr(_os_error(error), "errno", None)
+    # Other errors of an object store come from its client, usually from the network.
+    may_pass = number in _TRANSIENT or (io.is_remote(root) and number not in _LASTING)
     kind = TransientCheckpointError if may_pass else CheckpointError
     return kind(
         f"checkpoint {step} could not be saved in {root}: {describe(error)}; fix this and rerun "

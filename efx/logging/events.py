@@ -23,7 +23,7 @@ class Events:
 
         self._proto, self._summary = proto, summary
         folder.mkdir(exist_ok=True)
-        # Two launches may start in the same second, which is all that the name would tell.
+        # EventsWriter names files by the second, and two launches may start in the same one.
         self._file = event_file_writer.EventsWriter(
             os.fspath(folder / "events"), f".{time.time_ns()}"
         )

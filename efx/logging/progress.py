@@ -109,7 +109,7 @@ def quantity(value, unit=""):
     is_symbol = unit in ("FLOPs", "FLOP/s")
     number, prefix = f"{value:.3g}", ""
     for letter in "kMGTPEZY" if is_symbol else "kMBT":
-        if abs(value) < 999.5:  # which has four digits when it is rounded
+        if abs(value) < 999.5:  # 999.5 rounds to four digits
             break
         value, prefix = value / 1000, letter
         number = f"{value:#.3g}".rstrip(".")
