@@ -75,9 +75,9 @@ def test_a_resume_drops_the_rows_of_later_steps(tmp_path, step, kept):
             writer.write(s, {"loss": s / 3})
     with writer_of(tmp_path) as writer:
         writer.truncate_after(step)
+        assert read_metrics(tmp_path) == [{"step": s, "loss": s / 3} for s in kept]
         writer.write(step + 1, {"loss": 0.0})
     assert [row["step"] for row in read_metrics(tmp_path)] == [*kept, step + 1]
-    assert all(math.isclose(r["loss"], r["step"] / 3) for r in read_metrics(tmp_path)[:-1])
 
 
 @pytest.mark.parametrize("last", [b'{"step": 3, "lo', b'{"step": 3}', b"\0\0\n", b"7\n"])
