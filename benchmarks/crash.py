@@ -142,10 +142,10 @@ def state_of(folder):
     newest = checkpoints / str(manifest.finished_steps(checkpoints)[-1])
     manifest.verify(newest)
     targets = {
-        path: manifest.with_sharding(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+        path: arrays.with_sharding(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         for path, leaf in arrays.read_metadata(newest).items()
     }
-    state = manifest.flatten(arrays.read_state(newest, targets, partial=False))
+    state = arrays.read_state(newest, targets)
     return {path: np.asarray(leaf).tobytes() for path, leaf in state.items()}
 
 

@@ -100,7 +100,11 @@ def hostile(hint):
         kind, allowed = arguments
         # More pieces than these are traced for minutes.
         ends = [x for x in (allowed.least, allowed.most) if x is not None and x < 100]
-        return [*HOSTILE[kind], *map(kind, ends), *([LARGEST[kind]] if allowed.is_unbounded else [])]
+        return [
+            *HOSTILE[kind],
+            *map(kind, ends),
+            *([LARGEST[kind]] if allowed.is_unbounded else []),
+        ]
     if origin is Literal:
         return HOSTILE[str]
     if origin is tuple:

@@ -1,6 +1,8 @@
 """The exception that means "the user asked for something that cannot be done", and the one for what
 may be possible the next time."""
 
+import sys
+
 
 class UsageError(ValueError):
     """Bad input, told in one line.
@@ -75,3 +77,10 @@ class NotFinite(RunStopped):
     """The run is at its last step, but its gradients or the held-out loss are not finite."""
 
     status = 3
+
+
+def warn(line):
+    """Print a one-line warning to standard error, from process 0 only."""
+    jax = sys.modules.get("jax")
+    if jax is None or jax.process_index() == 0:
+        print(f"efx: warning: {line}", file=sys.stderr, flush=True)

@@ -34,7 +34,7 @@ import subprocess
 import sys
 
 from efx import __version__, io
-from efx.errors import UsageError
+from efx.errors import UsageError, warn
 from efx.parallel import multihost
 
 CONFIG_FILE = "config.json"
@@ -409,11 +409,9 @@ class Lock:
 
     def _warn(self, lacking):
         self._cannot_lock = True
-        print(
-            f"efx: warning: {self._folder} cannot be locked ({lacking} has no locks): make sure "
-            "that no other launch trains there",
-            file=sys.stderr,
-            flush=True,
+        warn(
+            f"{self._folder} cannot be locked ({lacking} has no locks): make sure that no other "
+            "launch trains there"
         )
 
 

@@ -153,7 +153,7 @@ class Ensemble:
             if step in manifest.finished_steps(manifest.as_root(root)):
                 shapes = models.unboxed_shapes(model)["params"]
                 size = model.vocab_size
-                params, _ = restore_params(root, shapes, step, report=None, vocab_size=size)
+                params, _ = restore_params(root, shapes, step, vocab_size=size)
                 if fingerprint(params, size) == self._origin["parameters"]:
                     return folder
             raise UsageError(

@@ -1,68 +1,86 @@
-"""What of checkpoints orbax does: writing and reading arrays."""
+"""The arrays of checkpoints: orbax's part, nested dicts by path and vocabulary padding.
 
-import json
+States are stored as nested dicts. Dataclasses, named tuples and empty nodes get their structure
+from the target of a restore.
+"""
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from flax.traverse_util import unflatten_dict
 
 from efx.checkpoint import manifest
+from efx.parallel.sharding import path_names
 
-TEMPORARY = ocp.utils.TMP_DIR_SUFFIX  # in the names of folders that are not finished
-_WORTH_CUTTING = 2**20  # bytes of an array whose copies on several devices are read in parallel
+_COMMIT_SECONDS = 3600  # for one save in the background, hashing included
+_REPLICA_BYTES = 2**20
+# {end of the path of a parameter or its optimizer moment: axis of token ids}
+VOCABULARY = {("embed", "embedding"): 0, ("head", "kernel"): 1}
 
 
-# ---- writing ---------------------------------------------------------------------------------
+def flatten(tree):
+    """Return {tuple of strings: leaf} of any pytree."""
+    return {path_names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def items(state, data_state, meta):
-    """A whole state as orbax's arguments. data_state, meta: JSON-able, or this is a TypeError."""
-    leaves = {path: _of_one_device(leaf) for path, leaf in manifest.flatten(state).items()}
+# ---- writing ----------------------------------------------------------------------------------
+
+
+def save_arguments(state, data_state, meta):
+    """Return a state, its data position and metadata as arguments of the manager's `save`."""
+    leaves = {path: _without_replicas(leaf) for path, leaf in flatten(state).items()}
     return ocp.args.Composite(
         state=ocp.args.StandardSave(unflatten_dict(leaves)),
-        # Through JSON here, so that a wrong type is an error now and not in the background.
-        data=ocp.args.JsonSave(json.loads(json.dumps(data_state))),
-        meta=ocp.args.JsonSave(json.loads(json.dumps(meta))),
+        data=ocp.args.JsonSave(data_state),
+        meta=ocp.args.JsonSave(meta),
     )
 
 
-def _of_one_device(leaf):
-    """A small array that every device of this process has, as that of one of them: orbax would cut
-    it into a piece a device, by a program for each shape and piece."""
-    copies = isinstance(leaf, jax.Array) and jax.process_count() == 1 and leaf.is_fully_replicated
-    return leaf.addressable_data(0) if copies and leaf.nbytes < _WORTH_CUTTING else leaf
+def _without_replicas(leaf):
+    """Return the copy of one device of a small array that is replicated on this process.
+
+    Orbax would cut it into a piece a device, with one compiled program a shape and piece.
+    """
+    is_small_replica = (
+        isinstance(leaf, jax.Array)
+        and jax.process_count() == 1
+        and leaf.is_fully_replicated
+        and leaf.nbytes < _REPLICA_BYTES
+    )
+    return leaf.addressable_data(0) if is_small_replica else leaf
 
 
-def manager(root, *, preservation_policy, noting, before_commit, timeout):
-    """Orbax's manager of the checkpoints in a folder, which it cleans up.
+def make_manager(root, preservation_policy, record_failure, before_commit):
+    """Return orbax's manager of the checkpoints in `root`, which deletes unfinished ones.
 
     Args:
-      noting: makes a context that notes an error of what is done in it, in the background.
-      before_commit: called by process 0 in the background, when all is written.
-      timeout: seconds for one save in the background.
+      preservation_policy: decides which steps to keep.
+      record_failure: makes a context that records an error of a background thread.
+      before_commit: function of the directory of a step, which process 0 calls in the background
+        when all files are written.
     """
+    state_handler = _StateHandler(record_failure)
     handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    handlers.add("state", ocp.args.StandardSave, _StateHandler(noting))
+    handlers.add("state", ocp.args.StandardSave, state_handler)
     for item in ("data", "meta"):
         handlers.add(item, ocp.args.JsonSave, ocp.JsonCheckpointHandler())
-    return _Manager(
-        root,
-        handler_registry=handlers,
-        options=ocp.CheckpointManagerOptions(
-            preservation_policy=preservation_policy,
-            cleanup_tmp_directories=True,
-            async_options=ocp.AsyncOptions(
-                timeout_secs=timeout, post_finalization_callback=before_commit
-            ),
-        ),
+    background = ocp.AsyncOptions(
+        timeout_secs=_COMMIT_SECONDS,
+        post_finalization_callback=lambda: before_commit(state_handler.step_directory),
     )
+    options = ocp.CheckpointManagerOptions(
+        preservation_policy=preservation_policy,
+        cleanup_tmp_directories=True,
+        async_options=background,
+    )
+    return _Manager(root, handler_registry=handlers, options=options)
 
 
 class _Manager(ocp.CheckpointManager):
-    """Orbax's own, which leaves the notice of a preemption alone.
+    """Orbax's manager without its check for a preemption.
 
-    JAX counts the calls of all who ask for it in one place, and orbax asks by the number of the
-    step: of a run that was gone on from, the processes would agree to stop as many calls later.
+    JAX counts the checks of a process, and orbax counts steps: after a resume the processes would
+    agree on a step that is as many steps too late.
     """
 
     def reached_preemption(self, step):
@@ -70,72 +88,95 @@ class _Manager(ocp.CheckpointManager):
 
 
 class _StateHandler(ocp.StandardCheckpointHandler):
-    """Orbax's own; each process then hashes what it has written, before process 0 goes on.
+    """Orbax's handler of arrays; each process then hashes the files that it has written.
 
-    noting: see `manager`.
+    Attributes:
+      step_directory: of the save in progress, under its temporary name.
     """
 
-    def __init__(self, noting):
+    def __init__(self, record_failure):
         super().__init__()
-        self._noting = noting
+        self._record_failure = record_failure
+        self.step_directory = None
 
     async def async_save(self, directory, *arguments, **options):
         futures = await super().async_save(directory, *arguments, **options)
-        return [_OwnDigests(directory, futures or [], self._noting)]
+        if not hasattr(directory, "iterdir"):  # orbax's path of a directory that is being made
+            directory = directory.path
+        self.step_directory = directory.parent
+        return [_HashAfterWrite(directory, futures or [], self._record_failure)]
 
 
-class _OwnDigests:
-    """The future of a save: orbax asks for its result in the background, in every process."""
+class _HashAfterWrite:
+    """A future of orbax, whose background thread calls `result` on every process."""
 
-    def __init__(self, directory, futures, noting):
-        self._directory, self._futures, self._noting = directory, futures, noting
+    def __init__(self, directory, futures, record_failure):
+        self._directory, self._futures = directory, futures
+        self._record_failure = record_failure
 
     def result(self, timeout=None):
-        with self._noting():
+        with self._record_failure():
             for future in self._futures:
                 future.result(timeout)
-            is_path = hasattr(self._directory, "iterdir")  # or one that is still being made
-            manifest.write_own_digests(
-                self._directory if is_path else self._directory.path, "state"
-            )
+            manifest.write_digests(self._directory, "state")
 
 
-# ---- reading ---------------------------------------------------------------------------------
+# ---- reading ----------------------------------------------------------------------------------
 
 
 def read_metadata(folder):
-    """{path: shape and dtype} of the arrays in a step's `state`."""
-    handler = ocp.PyTreeCheckpointHandler()
-    return manifest.flatten(handler.metadata(folder / "state").tree)
+    """Return {path: shape and dtype} of the arrays of a step."""
+    return flatten(ocp.PyTreeCheckpointHandler().metadata(folder / "state").tree)
 
 
-def read_state(folder, targets, partial):
-    """A step's `state` as a nested dict, without a manager that owns the folder.
+def read_state(folder, targets):
+    """Return {path: array} of a step, without a CheckpointManager that would change the directory.
 
     Args:
-      targets: {path: jax.ShapeDtypeStruct with a sharding}.
-      partial: whether the checkpoint holds more.
+      targets: {path: jax.ShapeDtypeStruct with a sharding} of the arrays to read.
     """
-    return _read(folder, state=_arguments(targets, partial)).state
-
-
-def read_items(folder, targets, partial):
-    """A step's state, data and meta, each a nested dict. Arguments: as of `read_state`."""
-    json_items = dict(data=ocp.args.JsonRestore(), meta=ocp.args.JsonRestore())
-    return _read(folder, state=_arguments(targets, partial), **json_items)
-
-
-def _read(folder, **arguments):
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-        return reader.restore(folder, args=ocp.args.Composite(**arguments))
-
-
-def _arguments(targets, partial):
-    target_tree = unflatten_dict(targets)
-    if not partial:
-        return ocp.args.StandardRestore(target_tree, strict=False)
-    return ocp.args.PyTreeRestore(
-        target_tree,
+    tree = unflatten_dict(targets)
+    arguments = ocp.args.PyTreeRestore(
+        tree,
         partial_restore=True,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(target_tree, strict=False),
+        # Vocabulary padding is cut off or added.
+        restore_args=ocp.checkpoint_utils.construct_restore_args(tree, strict=False),
     )
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        return flatten(reader.restore(folder / "state", args=arguments))
+
+
+def with_sharding(leaf):
+    """Return a leaf as a ShapeDtypeStruct with a sharding, by default of the first local device."""
+    sharding = getattr(leaf, "sharding", None)
+    sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def fits(path, stored_shape, target_shape, vocab_size):
+    """Return whether an array can be read with another shape.
+
+    Shapes may differ in the vocabulary padding only, which depends on the mesh and is zero.
+
+    Args:
+      vocab_size: without padding; 0: no shapes may differ.
+    """
+    axis = VOCABULARY.get(tuple(path[-2:]))
+    stored, target = list(stored_shape), list(target_shape)
+    if axis is not None and len(stored) == len(target) == 2 and vocab_size:
+        if min(stored[axis], target[axis]) >= vocab_size:
+            stored[axis] = target[axis] = vocab_size
+    return stored == target
+
+
+def without_padding(path, x, vocab_size):
+    """Return a parameter without its vocabulary padding."""
+    axis = VOCABULARY.get(tuple(path[-2:]))
+    return x if axis is None else jax.lax.slice_in_dim(x, 0, vocab_size, axis=axis)
+
+
+def describe(leaf):
+    """Return dtype and shape, such as `float32[2,3]`; "absent" for None."""
+    if leaf is None:
+        return "absent"
+    return f"{np.dtype(leaf.dtype).name}[{','.join(map(str, leaf.shape))}]"

@@ -1,9 +1,9 @@
-"""Numbers out of a run: fetched late, written to metrics.jsonl, TensorBoard, W&B, and shown live.
+"""Metrics of a run: metrics.jsonl, TensorBoard, Weights & Biases, samples and the progress line.
 
-metrics.jsonl has one JSON object per line, in increasing order of `step`, one line per step. A
-value that is not finite is written as null (JSON has no NaN; pandas reads null back as NaN).
+metrics.jsonl has one JSON object per line and one line per step, in increasing order. A value that
+is not finite is null (JSON has no NaN; pandas reads null as NaN).
 
-Nothing here imports JAX at the top: a notebook may read and plot a run without it.
+No module here imports JAX when it is imported, so that a notebook can read and plot a run without.
 """
 
 from efx.logging.buffer import MetricsBuffer, mean_of

@@ -1,8 +1,8 @@
-"""Tables of results: numbers as text, Markdown, and files of both the table and its numbers.
+"""Tables of results: cells as text, Markdown, and files of a table and its numbers.
 
-A cell is a number, a text, None (nothing to show), the `summary` of several seeds, or a fitted
-number with its interval, {mean, interval: [low, high]}, an end of which is None if it is infinite;
-the dicts may have a `note`.
+A cell is a number, a text, None (empty), the `summary` of several seeds, or a fitted number with
+its interval, {"mean": x, "interval": [low, high]}, in which None is infinity. A dict may have a
+"note".
 """
 
 import json
@@ -13,50 +13,52 @@ from efx.logging import quantity
 
 
 def summary(values):
-    """{mean, spread, n, values}: mean and standard deviation, which one value does not have."""
+    """Return {mean, spread, n, values}; spread is the standard deviation, absent for one value."""
     fields = {"mean": statistics.fmean(values), "n": len(values), "values": list(values)}
     return fields | ({"spread": statistics.stdev(values)} if len(values) > 1 else {})
 
 
 def number(value, form):
-    """A number as text. form: ".4f" and the like, "quantity" (1.54M) or "FLOPs" (1.54 MFLOPs)."""
+    """Return a number as text.
+
+    Args:
+      form: a format such as ".4f", or "quantity" (1.54M), or "FLOPs" (1.54 MFLOPs).
+    """
     if form in ("quantity", "FLOPs"):
         return quantity(value, "FLOPs" if form == "FLOPs" else "")
     return format(value, form)
 
 
 def text(cell, form):
-    """A cell as text: "1.2345 ± 0.0678 (note)", "1.2345 (1.1000 to 1.3000; note)", a number, a
-    text as it is, or ""."""
+    """Return a cell as text: "1.2345 ± 0.0678 (note)" or "1.2345 (1.1000 to 1.3000; note)"."""
     if cell is None or isinstance(cell, str):
         return cell or ""
     if not isinstance(cell, dict):
         return number(cell, form)
     spread = f" ± {number(cell['spread'], form)}" if "spread" in cell else ""
     ends = ["∞" if end is None else number(end, form) for end in cell.get("interval", ())]
-    notes = [" to ".join(ends)] if ends else []
-    notes += [cell["note"]] if "note" in cell else []
+    notes = [note for note in (" to ".join(ends), cell.get("note")) if note]
     return number(cell["mean"], form) + spread + (f" ({'; '.join(notes)})" if notes else "")
 
 
 def mean_and_spread(values):
-    """ "1.2345 ± 0.0678": mean and standard deviation; one value alone."""
+    """Return "1.2345 ± 0.0678": mean and standard deviation, or one value alone."""
     return text(summary(values), ".4f")
 
 
 def markdown(titles, rows):
-    """Lines of a table; rows: lists of texts or numbers, each as long as `titles`."""
-    lines = ["| " + " | ".join(map(_in_a_row, row)) + " |" for row in (titles, *rows)]
+    """Return a Markdown table. rows: lists of texts or numbers, each as long as `titles`."""
+    lines = ["| " + " | ".join(map(_escaped, row)) + " |" for row in (titles, *rows)]
     return "\n".join([lines[0], "|---" * len(titles) + "|", *lines[1:]])
 
 
-def _in_a_row(cell):
-    """A cell, such as a name that a user gave, which neither ends its row nor begins another."""
+def _escaped(cell):
+    """Return a cell without line breaks and column separators."""
     return " ".join(str(cell).splitlines()).replace("|", r"\|")
 
 
 def write(workdir, name, text, numbers):
-    """Writes WORKDIR/<name>.md, and its numbers as plain data to <name>.json."""
+    """Write a table to WORKDIR/NAME.md and its numbers to WORKDIR/NAME.json."""
     folder = io.folder(workdir)
     with io.report_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,6 +67,6 @@ def write(workdir, name, text, numbers):
 
 
 def save(workdir, name, text, numbers):
-    """`write`, and prints the text."""
+    """Write a table as `write` does, and print it."""
     write(workdir, name, text, numbers)
     print(text)

@@ -231,3 +231,37 @@ def check_shared(workdir, setting="--workdir"):
             "the files of process 0; use a shared folder, on a network file system or at "
             "gs://BUCKET/FOLDER"
         )
+
+
+def from_primary(value):
+    """Return the int or bool of process 0 on every process."""
+    import jax
+
+    if jax.process_count() == 1:
+        return value
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    return type(value)(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
+def minimum(value):
+    """Return the smallest of the ints of all processes."""
+    import jax
+
+    if jax.process_count() == 1:
+        return value
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    return int(np.min(multihost_utils.process_allgather(np.int32(value))))
+
+
+def barrier(name):
+    """Wait for every process."""
+    import jax
+
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(name)

@@ -8,7 +8,7 @@ from efx.config.load import completed
 from efx.errors import UsageError
 from efx.logging import MetricsWriter
 from efx.logging.progress import is_primary
-from efx.logging.writer import WANDB_ID_FILE, WRITTEN, check_wandb
+from efx.logging.writer import RESUMED_FILES, WANDB_ID_FILE, check_wandb
 from efx.parallel import multihost
 
 # The settings that a later launch of the same run may change.
@@ -100,7 +100,7 @@ class RunFiles:
         c = self._config.log
 
         def open_metrics():
-            names = WRITTEN if is_primary() else ()
+            names = RESUMED_FILES if is_primary() else ()
             self.mirror = stack.enter_context(io.Mirror(self.workdir, names))
             writer = MetricsWriter(
                 self.mirror.path,

@@ -19,12 +19,11 @@ from flax import linen as nn
 
 from efx import io, models, run_dir
 from efx.checkpoint import Checkpointer
-from efx.checkpoint.manifest import warn
 from efx.config import schema
 from efx.config.load import to_config
 from efx.data import SPLITS, load
 from efx.data.tokenizers import load_tokenizer
-from efx.errors import UsageError
+from efx.errors import UsageError, warn
 from efx.layers import flops, kernels, mup
 from efx.logging import read_metrics
 from efx.parallel import sharding

@@ -15,10 +15,9 @@ import numpy as np
 
 from efx import io, run_dir
 from efx.checkpoint import start_from
-from efx.checkpoint.manifest import warn
 from efx.checkpoint.params import fingerprint
 from efx.config.load import to_config
-from efx.errors import NotFinite, RunStopped, UsageError
+from efx.errors import NotFinite, RunStopped, UsageError, warn
 from efx.logging import Progress
 from efx.logging.writer import samples_path
 from efx.parallel import multihost, sharding

@@ -135,7 +135,7 @@ def test_a_full_disk_is_one_line(trained, capsys, tmp_path, monkeypatch, one_dev
     def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(writer, "_write_at", full)
+    monkeypatch.setattr(writer, "_replace_end", full)
     assert call("--config=mod", f"--workdir={tmp_path / 'run'}", **trained[2]) == 2
     assert "run/metrics.jsonl: " in capsys.readouterr().err
 

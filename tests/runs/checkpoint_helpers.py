@@ -18,7 +18,7 @@ class State:
 
 
 def make_state(seed=0, width=8, optimizer=None):
-    """Parameters of several types and depths, and a real optimizer state."""
+    """Parameters of several dtypes and depths, and an optimizer state."""
     keys = jax.random.split(jax.random.key(seed), 3)
     params = {
         "embed": {"embedding": jax.random.normal(keys[0], (16, width))},
@@ -55,7 +55,7 @@ def assert_same(a, b):
 
 
 def saved(root, steps=(2, 4), **changes):
-    """Save finished checkpoints; returns the states by step."""
+    """Save checkpoints and return the states by step."""
     states = {step: make_state(step) for step in steps}
     with make(root, **changes) as checkpointer:
         for step, state in states.items():
@@ -63,13 +63,15 @@ def saved(root, steps=(2, 4), **changes):
     return states
 
 
-def files_of(root, step):
-    """The files of a checkpoint's state, the smallest first."""
-    found = [p for p in (root / str(step) / "state").rglob("*") if p.is_file()]
-    return sorted(found, key=lambda p: p.stat().st_size)
-
-
 def flip(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(bytes(data))
+
+
+def damage(root, step):
+    """Flip a bit in the largest file of a checkpoint and return its name."""
+    files = [path for path in (root / str(step) / "state").rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    flip(largest)
+    return largest.name
