@@ -8,7 +8,6 @@ import pathlib
 
 from efx import io
 from efx.errors import UsageError, extra
-from efx.logging.buffer import as_number
 from efx.logging.events import Events
 from efx.logging.progress import is_primary
 from efx.run_dir import METRICS_FILE
@@ -148,7 +147,7 @@ class MetricsWriter:
         if not self._is_active:
             return
         step = int(step)
-        values = {name: as_number(value) for name, value in scalars.items()}
+        values = {name: _as_number(value) for name, value in scalars.items()}
         row, start = {"step": step}, self._end
         if step == self._last["step"]:
             row, start = self._last, self._start
@@ -220,3 +219,9 @@ def _replace_end(path, start, line):
     with open(path, "ab") as file:
         file.truncate(start)
         file.write(line)
+
+
+def _as_number(value):
+    """Return a Python int or float of any scalar; a bool becomes an int."""
+    value = value.item() if hasattr(value, "item") else value
+    return int(value) if isinstance(value, int) else float(value)

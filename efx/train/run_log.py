@@ -1,12 +1,13 @@
 """The log of a launch: rows of metrics, FLOPs, training time, a profile, and lines for the user."""
 
 import contextlib
+import math
 import time
 
 import jax
 
 from efx.layers.flops import count_params, device_peak
-from efx.logging import MetricsBuffer, duration, mean_of, quantity
+from efx.logging import duration, quantity
 from efx.train.evaluator import cut
 
 # Logged at their latest value; other metrics are averaged over the steps since the last row.
@@ -48,7 +49,8 @@ class RunLog:
         # FLOP/s of all devices together; 0 if unknown.
         self.peak = jax.device_count() * (device_peak(experiment.config.train.dtype) or 0.0)
         self.watch, self.last_row = Stopwatch(), {}
-        self._buffer, self._rows = MetricsBuffer(), []  # _rows: of the steps since the last row
+        self._queue = []  # [(step, metrics on the device)]
+        self._rows = []  # metrics of the steps since the last row
         self._written_at = 0.0  # seconds of training at the last row
         self._resumed = None  # (step, recorded FLOPs) of the resume
         self._profile_start = None  # the first profiled step
@@ -78,18 +80,29 @@ class RunLog:
         return {"seconds": self.watch.seconds(), "flops": flops}
 
     def push(self, step, metrics):
-        """Queue the metrics of a dispatched step, as device arrays."""
-        self._buffer.push(step, metrics)
-
-    def collect(self, wait=False):
-        """Write the rows that are due.
+        """Queue the metrics of a dispatched step and start their copy to the host.
 
         Args:
-          wait: include the newest step, which the device may still compute.
+          metrics: {name: scalar device array}.
+        """
+        for value in metrics.values():
+            value.copy_to_host_async()
+        self._queue.append((step, metrics))
+
+    def collect(self, wait=False):
+        """Fetch the metrics of steps and write the rows that are due.
+
+        The newest step stays in the queue, so the device always has a step to compute while the
+        host waits.
+
+        Args:
+          wait: include the newest step.
         Returns: [(step, {name: number})] of the collected steps.
         """
         c, collected = self.experiment.config.log, []
-        for step, metrics in self._buffer.pop_all() if wait else self._buffer.pop_ready():
+        while len(self._queue) > (not wait):
+            step, arrays = self._queue.pop(0)
+            metrics = {name: value.item() for name, value in arrays.items()}
             self._rows.append(metrics)
             collected.append((step, metrics))
             if step % c.every == 0 or step == self.experiment.steps:
@@ -190,3 +203,19 @@ class RunLog:
             f"training, held-out loss {row['eval/loss']:.4f} nats "
             f"({row['eval/bits_per_byte']:.4f} bits per byte){cut(row)}"
         )
+
+
+def mean_of(rows):
+    """Return {name: mean} of dicts of numbers, each name over the rows that have it.
+
+    Values that are not finite are left out, so that a skipped step does not hide the steps around
+    it. A name without a finite value gives NaN.
+    """
+    finite = {}
+    for row in rows:
+        for name, value in row.items():
+            finite.setdefault(name, []).extend([value] if math.isfinite(value) else [])
+    return {
+        name: math.fsum(values) / len(values) if values else math.nan
+        for name, values in finite.items()
+    }

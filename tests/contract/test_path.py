@@ -1,4 +1,5 @@
-"""How many functions and files of efx one routed layer passes: what a reader has to follow."""
+"""How many functions and files of efx a routed layer and a training step pass: what a reader has to
+follow."""
 
 import pathlib
 import sys
@@ -8,10 +9,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import linen as nn
+from run_files import tiny
 
 import efx
 from efx.layers.call import CacheView, Call
 from efx.layers.stack import Layer
+from efx.train.run_log import RunLog
+from efx.train.trainer import train_and_evaluate
 
 ROOT = pathlib.Path(efx.__file__).parent
 LENGTH = 16
@@ -77,3 +81,27 @@ def test_a_routed_layer_passes_few_functions_and_files(name):
         print(f"  {file}:", *sorted(function for where, function in passed if where == file))
     most_files, most_functions = BUDGETS[name]
     assert len(files) <= most_files and len(passed) <= most_functions
+
+
+def test_a_training_step_passes_ten_files(tmp_path, monkeypatch):
+    """From the command to the end of a step, without what is traced into the step."""
+    (tmp_path / "a.txt").write_text("to be or not to be\n" * 100)
+    changes = {"steps": 4, "log.every": 4, "checkpoint.every": 0, "train.max_nonfinite": 3}
+    config = tiny(tmp_path / "a.txt", **changes)
+    passed, push = set(), RunLog.push
+
+    def profile(frame, event, _):
+        path = frame.f_code.co_filename
+        if event == "call" and path.startswith(str(ROOT)):
+            passed.add(str(pathlib.Path(path).relative_to(ROOT)))
+
+    def pushed(log, step, metrics):
+        push(log, step, metrics)
+        if step in (2, 3):  # between these the loop does nothing but a step
+            sys.setprofile(profile if step == 2 else None)
+
+    monkeypatch.setattr(RunLog, "push", pushed)
+    train_and_evaluate(config, tmp_path / "run")
+    files = {"main.py", "train/step.py", *passed}
+    print(*sorted(files))
+    assert "data/pipeline.py" in files and len(files) <= 10

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import types
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +16,13 @@ from refusals import refused
 from run_files import largest_file, writer_of
 
 from efx.logging import (
-    MetricsBuffer,
     MetricsWriter,
     Progress,
     duration,
-    mean_of,
     quantity,
     read_metrics,
 )
+from efx.train.run_log import RunLog, mean_of
 
 
 def lines(workdir):
@@ -244,16 +244,16 @@ def test_wandb_itself_accepts_the_calls_offline(tmp_path, root):
 # ---- late fetching and means -----------------------------------------------------------------
 
 
-def test_the_buffer_never_returns_the_newest_step():
-    buffer = MetricsBuffer()
-    assert buffer.pop_ready() == [] and buffer.pop_all() == []
-    buffer.push(1, {"loss": jnp.float32(1.0)})
-    assert buffer.pop_ready() == []
-    buffer.push(2, {"loss": jnp.float32(2.0), "n": jnp.int32(3)})
-    buffer.push(3, {"loss": jnp.bfloat16(3.0)})
-    assert buffer.pop_ready() == [(1, {"loss": 1.0}), (2, {"loss": 2.0, "n": 3})]
-    assert buffer.pop_ready() == []
-    assert buffer.pop_all() == [(3, {"loss": 3.0})] and buffer.pop_all() == []
+def test_the_log_leaves_the_newest_step_to_the_device():
+    config = SimpleNamespace(log=SimpleNamespace(every=10), train=SimpleNamespace(dtype="float32"))
+    log = RunLog(SimpleNamespace(config=config, steps=10), {})
+    assert log.collect() == [] and log.collect(wait=True) == []
+    log.push(1, {"loss": jnp.float32(1.0)})
+    assert log.collect() == []
+    log.push(2, {"loss": jnp.float32(2.0), "n": jnp.int32(3)})
+    log.push(3, {"loss": jnp.bfloat16(3.0)})
+    assert log.collect() == [(1, {"loss": 1.0}), (2, {"loss": 2.0, "n": 3})]
+    assert log.collect() == [] and log.collect(wait=True) == [(3, {"loss": 3.0})]
 
 
 def test_means_leave_out_values_that_are_not_finite():

@@ -227,7 +227,7 @@ def test_reading_a_run_needs_no_jax(tmp_path, root):
     script = """if True:
         import sys
         sys.modules["jax"] = sys.modules["numpy"] = None
-        from efx.logging import read_metrics, mean_of
+        from efx.logging import read_metrics
         from efx.run_dir import recorded_config
         print(recorded_config(sys.argv[1])["steps"], read_metrics(sys.argv[1]))
     """
