@@ -118,7 +118,7 @@ class Training:
     """An experiment and how its parameters are updated.
 
     Attributes:
-      optimizer, schedule: see `optim.make_optimizer`. summary: what is trained how, in words.
+      optimizer, schedule: see `optim.make_optimizer`.
       shapes: of a `TrainState`, with shardings; shardings: these alone.
       batch: that of a step, as shapes with shardings.
       teacher: the teacher's variables as shapes with shardings, or None.
@@ -131,7 +131,6 @@ class Training:
         params, ratio = nn.unbox(boxed["params"]), e.model.config.mup_ratio
         mup.check_optimizer(c.optim.name, e.model.config.mup)
         self.optimizer, self.schedule = optim.make_optimizer(c.optim, e.steps, params, ratio)
-        self.summary = optim.describe_groups(c.optim, params, ratio)
         self.shapes = _state(e, boxed, self.optimizer)
         self.shardings = jax.tree.map(lambda x: x.sharding, self.shapes)
         self.batch = step_lib.batch_shapes(c, c.data.batch_size, e.mesh, e.rules)
