@@ -14,7 +14,7 @@ from efx.data.pipeline import Data
 from efx.data.stream import Stream
 from efx.data.tokenizers import ByteTokenizer
 from efx.parallel import sharding
-from efx.train import optim, step
+from efx.train import step
 
 ROWS, LENGTH = 8, 16
 
@@ -93,15 +93,11 @@ def packed(rows=ROWS, length=LENGTH):
     }
 
 
-def gradient_keeper():
-    """An optimiser that stores the gradient and changes nothing."""
-
-    def update(gradient, state, params):
-        state = gradient, optim.GradNormState(optax.tree.norm(gradient))
-        return jax.tree.map(jnp.zeros_like, gradient), state
-
-    zero = optim.GradNormState(jnp.zeros(()))
-    return optax.GradientTransformation(lambda params: (params, zero), update)
+KEEP_GRADIENT = optax.chain(
+    optax.snapshot("gradient", lambda gradient: gradient),
+    optax.snapshot("grad_norm", optax.tree.norm),
+    optax.set_to_zero(),
+)
 
 
 def settings(changes, accumulation, **train):
@@ -122,23 +118,24 @@ def make_step(changes, accumulation, teacher_changes=None, **train):
         teacher_variables = {"params": families.random_params(teacher, seed=1)}
     config = settings(changes, accumulation, **train)
     train_step = step.make_train_step(
-        model, gradient_keeper(), lambda count: 0.0, config, total_steps=9, teacher=teacher
+        model, KEEP_GRADIENT, lambda count: 0.0, config, total_steps=9, teacher=teacher
     )
-    zero = jnp.zeros((), jnp.int32)
-    opt_state = params, optim.GradNormState(jnp.zeros(()))
-    state = step.TrainState(zero, params, opt_state, variables, zero, zero)
+    state = step.state_of({"params": params, **variables}, KEEP_GRADIENT)
 
     def run(state, batch, seed=0, number=0):
-        return train_step(
-            state.replace(step=zero + number), batch, jnp.uint32(seed), teacher_variables
-        )
+        state = state.replace(step=jnp.int32(number))
+        return train_step(state, batch, jnp.uint32(seed), teacher_variables)
 
     return run, state
 
 
+def gradient_of(state):
+    return optax.tree.get(state.opt_state, "gradient")
+
+
 def results(state, metrics):
     return jax.device_get(
-        {"gradient": state.opt_state[0], "averages": state.variables, "metrics": metrics}
+        {"gradient": gradient_of(state), "averages": state.variables, "metrics": metrics}
     )
 
 
@@ -208,7 +205,7 @@ def test_the_gradient_of_micro_batches_is_that_of_the_reported_objective():
     @functools.partial(jax.grad, has_aux=True)
     def exact_and_given(params):
         after, metrics = run(state.replace(params=params), batch)
-        return metrics["train/objective"], after.opt_state[0]
+        return metrics["train/objective"], gradient_of(after)
 
     exact, given = exact_and_given(state.params)
     families.assert_trees_close(given, exact, rtol=1e-4, atol=1e-6)
@@ -222,7 +219,7 @@ def test_micro_batches_steps_and_seeds_draw_different_masks():
     step_of = families.jit(run)
 
     def gradient(batch, seed=0, number=0):
-        gradients = step_of(state, batch, seed, number)[0].opt_state[0]
+        gradients = gradient_of(step_of(state, batch, seed, number)[0])
         return gradients["layers"]["block_0"]["mlp"]["up"]["kernel"]
 
     one = gradient(once)
