@@ -169,16 +169,15 @@ def make_train_step(
             )
             return (grads, *added), averages
 
-        def needed_means(batch, index):
+        def means_of_losses(batch, index):
             _, mutated = forward(state.params, batch, index)
-            means, needed = batch_means.sown(mutated, "losses"), batch_means.Mean.for_contribution
-            return jax.tree.map(needed, means, is_leaf=batch_means.is_mean), None
+            return batch_means.sown(mutated, "losses"), None
 
         if config.train.accumulation == 1:
             (grads, sums, sown), variables = gradients(batch, 0)
         else:
             batches = _micro_batches(batch, config.train.accumulation)
-            totals, _ = _sum_over_micro_batches(needed_means, batches)
+            totals, _ = _sum_over_micro_batches(means_of_losses, batches)
             (grads, sums, sown), variables = _sum_over_micro_batches(
                 lambda batch, index: gradients(batch, index, totals), batches
             )
