@@ -1,7 +1,6 @@
 """Sampling: distribution of the tokens, end of a text, compiled programs, meshes, statistics."""
 
 import functools
-import math
 
 import families
 import jax
@@ -13,9 +12,7 @@ from refusals import refused
 from efx import models, sampling
 from efx.configs import common
 from efx.data.tokenizers import ByteTokenizer, CharTokenizer
-from efx.layers import stack
 from efx.parallel import sharding
-from efx.routing.selection import HEADROOM
 
 CONTEXT = 24
 MOD = {
@@ -282,53 +279,33 @@ def test_split_parameters_give_the_text_of_one_device_and_stay_split():
 # ---- statistics --------------------------------------------------------------------------
 
 
-@functools.cache
-def selected():
-    """Tokens [1, T] -> whether the router selects each of them [T], before the capacity limit."""
+def test_statistics_count_each_token_as_often_as_it_is_read():
+    """The sampler's decisions are those of the full forward pass; a text that outgrows the context
+    is read again from its last half."""
     model, variables = build()
-
-    @families.jit
-    def scores(tokens_1T):
-        _, state = model.apply(
-            variables, tokens_1T, mutable=["intermediates"],
-            capture_intermediates=lambda module, _: isinstance(module, stack.Layer),
-        )  # fmt: skip
-        below_TD = state["intermediates"]["layers"]["block_0"]["__call__"][0][0]
-        return below_TD @ variables["params"]["layers"]["block_1"]["router"] > 0
-
-    return scores
-
-
-def num_admitted(selected_T):
-    """Number of tokens under the causal limit, one after the other."""
-    admitted = 0
-    for n, is_selected in enumerate(selected_T, start=1):
-        limit = math.ceil(0.4 * n - 1e-3) + HEADROOM
-        admitted += bool(is_selected) and admitted < limit
-    return admitted
-
-
-def test_statistics_count_the_tokens_that_the_router_selects():
-    """A token counts each time that it is read, when a text outgrows the context too."""
     prompts = [prompt(length, seed=length) for length in (1, 5, 9, 20)]
     sampler = sampler_of(4, **GREEDY)
-    read, routed, overflow = 0, 0, 0
-    for ids, new in zip(prompts, generate(sampler, prompts, n=60), strict=True):
-        text, start, end = ids + new, 0, 0
-        while end < len(text):
-            # The next window starts with the last half of this one.
-            end = min(start + CONTEXT, len(text))
-            tokens_1T = np.zeros((1, CONTEXT), np.int32)
-            tokens_1T[0, : end - start] = text[start:end]
-            selected_T = selected()(tokens_1T)[: end - start]
-            count, admitted = int(np.sum(selected_T)), num_admitted(selected_T)
-            read, routed = read + end - start, routed + admitted
-            overflow += count - admitted
-            start = end + 1 - CONTEXT // 2
-    stats = sampler.stats
-    assert stats["new_tokens"] == 4 * 60 and stats["overflow"] == overflow
-    assert stats["selected"] == routed + overflow
-    assert stats["routed_fraction"] == pytest.approx(routed / read)
+    rows = generate(sampler, prompts, n=60)
+
+    @families.jit
+    def sown(tokens_1T):
+        _, sown = model.apply(variables, tokens_1T, mutable=["stats"])
+        return sown["stats"]["layers"]["block_1"]
+
+    read = selected = overflow = 0
+    for ids, new in zip(prompts, rows, strict=True):
+        text = ids + new
+        while text:
+            window = text[:CONTEXT]
+            stats = sown(np.int32([window]))
+            read += len(window)
+            selected += len(window) * float(stats["router/decided_fraction"][0])
+            overflow += len(window) * float(stats["router/overflow_fraction"][0])
+            text = text[CONTEXT + 1 - CONTEXT // 2 :] if len(text) > CONTEXT else []
+    assert sampler.stats["new_tokens"] == 4 * 60
+    assert sampler.stats["overflow"] == round(overflow) > 0
+    assert sampler.stats["selected"] == round(selected)
+    assert sampler.stats["routed_fraction"] == pytest.approx((selected - overflow) / read)
     # Keys, values and positions of four rows; a few counters.
-    cached = 4 * families.cache_bytes(build()[0], CONTEXT) + 4 * 4 * (CONTEXT + 14)
-    assert 0 <= stats["cache_bytes"] - cached <= 4 * 32
+    cached = 4 * families.cache_bytes(model, CONTEXT) + 4 * 4 * (CONTEXT + 14)
+    assert 0 <= sampler.stats["cache_bytes"] - cached <= 4 * 32
