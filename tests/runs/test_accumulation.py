@@ -72,24 +72,21 @@ DROPOUT = {"depth": 1, "dropout.kind": "standard", "dropout.rate": 0.5}
 EXPERTS = {"depth": 1, "mlp.kind": "moe", "mlp.moe.num_experts": 4, "mlp.moe.expert_hidden": 16}
 
 
-def packed(rows=ROWS, length=LENGTH):
-    """Rows of two documents, of which every second row has far more padding."""
-    rng = np.random.default_rng(0)
-    segments_BT = np.zeros((rows, length), np.int32)
-    positions_BT = np.zeros((rows, length), np.int32)
-    for row, segments in enumerate(segments_BT):
-        for segment, size in enumerate([3, 1 + row // 2] if row % 2 else [length // 2, 5], 1):
-            start = np.count_nonzero(segments)
-            segments[start : start + size] = segment
-            positions_BT[row, start : start + size] = np.arange(size)
-    tokens = rng.integers(0, families.VOCAB, (2, rows, length)).astype(np.int32)
-    weights_BT = (segments_BT > 0).astype(np.float32)
+def packed():
+    """Rows of two documents; every second row has far more padding."""
+    tokens = np.random.default_rng(0).integers(0, families.VOCAB, (2, ROWS, LENGTH))
+    segments, positions = [], []
+    for row in range(ROWS):
+        first, second = (3, 1 + row // 2) if row % 2 else (LENGTH // 2, 5)
+        padding = LENGTH - first - second
+        segments.append(np.repeat([1, 2, 0], [first, second, padding]))
+        positions.append(np.r_[:first, :second, [0] * padding])
     return {
-        "inputs": tokens[0],
-        "targets": tokens[1],
-        "weights": weights_BT,
-        "positions": positions_BT,
-        "segment_ids": segments_BT,
+        "inputs": np.int32(tokens[0]),
+        "targets": np.int32(tokens[1]),
+        "weights": np.float32(np.sign(segments)),
+        "positions": np.int32(positions),
+        "segment_ids": np.int32(segments),
     }
 
 
@@ -100,15 +97,14 @@ KEEP_GRADIENT = optax.chain(
 )
 
 
-def settings(changes, accumulation, **train):
+def settings(changes, accumulation, loss_chunk=0):
     config = families.small_config(changes)
-    config.train.update(accumulation=accumulation, **train)
-    for loss in config.losses:
-        config.losses[loss] = 0.7
+    config.train.update(accumulation=accumulation, loss_chunk=loss_chunk)
+    config.losses.update(dict.fromkeys(config.losses, 0.7))
     return config
 
 
-def make_step(changes, accumulation, teacher_changes=None, **train):
+def make_step(changes, accumulation, teacher_changes=None, loss_chunk=0):
     """(train_step(state, batch, seed, number=0), the state of step 0) of a model."""
     model = families.make(changes, context=LENGTH)
     params, variables = families.random_params(model), families.random_state(model)
@@ -116,7 +112,7 @@ def make_step(changes, accumulation, teacher_changes=None, **train):
     if teacher_changes is not None:
         teacher = families.make(teacher_changes, context=LENGTH)
         teacher_variables = {"params": families.random_params(teacher, seed=1)}
-    config = settings(changes, accumulation, **train)
+    config = settings(changes, accumulation, loss_chunk)
     train_step = step.make_train_step(
         model, KEEP_GRADIENT, lambda count: 0.0, config, total_steps=9, teacher=teacher
     )
