@@ -138,22 +138,22 @@ def jaxpr_flops(function, *args):
     A scan counts its body times its length (the compiler's cost analysis counts it once), a `cond`
     its most expensive branch, a `while` its body once.
     """
-    return sum(map(_equation_flops, jax.make_jaxpr(function)(*args).jaxpr.eqns))
+    return sum(map(_walk_one, jax.make_jaxpr(function)(*args).jaxpr.eqns))
 
 
-def _equation_flops(equation):
+def _walk_one(equation):
     if equation.primitive.name == "dot_general":
         (contract, _), _ = equation.params["dimension_numbers"]
         lhs = equation.invars[0].aval.shape
         inner = math.prod(lhs[axis] for axis in contract)
         return 2 * inner * math.prod(equation.outvars[0].aval.shape)
-    bodies = [sum(map(_equation_flops, body.eqns)) for body in _bodies(equation.params)]
+    bodies = [sum(map(_walk_one, body.eqns)) for body in _subjaxprs(equation.params)]
     if equation.primitive.name == "cond":
         return max(bodies, default=0)
     return sum(bodies) * equation.params.get("length", 1)
 
 
-def _bodies(params):
+def _subjaxprs(params):
     """The jaxprs among the parameters of an equation."""
     for value in params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
