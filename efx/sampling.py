@@ -9,14 +9,13 @@
 Prompts, their lengths, sampling settings, seeds and new parameters trigger no recompilation.
 """
 
-import collections
-import contextlib
 import dataclasses
 import functools
 import math
 import sys
 import time
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +38,9 @@ _LONG_CACHE = 2**16  # tokens of all rows from which the memory of a cache is ch
 _MASS_TOLERANCE = 1e-6  # relative; rounding error of probabilities summed in float32
 # Folded into the seed of stochastic routing; no token has this index.
 ROUTING = np.uint32(2**32 - 1)
+# Counters of each row in the cache: routed tokens of those that reach a block, tokens over its
+# limit, and choices that experts computed and dropped.
+_COUNTERS = "routed", "reached", "overflow", "admitted", "dropped"
 
 
 class Sampler:
@@ -56,13 +58,7 @@ class Sampler:
         process of the run has to call the sampler, and gets the same tokens. Other variables are
         copied to one device.
     Attributes:
-      stats: statistics of the last completed call of `tokens`: new_tokens; slides (number of times
-        that a row outgrew the cache); prefill_seconds, decode_seconds; tokens_per_second (of
-        decoding); cache_bytes; expert_choices and expert_overflow (choices that experts dropped);
-        per row [B]: computed_choices_by_row {layer: choices that its experts computed},
-        routed_by_row {block: tokens that it computed}. With routed blocks: routed_fraction (mean
-        over blocks of the computed fraction of tokens), selected (tokens that the blocks
-        selected), overflow (those of them over the causal limit).
+      stats: statistics of the last completed call of `tokens`, see `_Run.statistics`.
     """
 
     def __init__(
@@ -79,19 +75,15 @@ class Sampler:
     ):
         SampleConfig(temperature=temperature, top_k=top_k, top_p=top_p)  # checks their ranges
         self.model, self.batch_size = model, batch_size
-        self.cache_size = cache_size or model.context
-        if self.cache_size > model.context:
-            raise ValueError(
-                f"cache_size={cache_size}: must be at most the context of {model.context} tokens"
-            )
-        self._program = Program.of(model, batch_size, self.cache_size, rules)
+        self.cache_size = min(cache_size or model.context, model.context)
+        self.program = Program.of(model, batch_size, self.cache_size, rules)
         if batch_size * self.cache_size >= _LONG_CACHE:  # tracing the shapes takes a second
             memory.check(
                 f"config.sample.num_samples={batch_size}, config.model.context={self.cache_size}: "
                 "sampling",
-                {"keys and values": memory.on_each_device(self._program.state_shapes())},
+                {"keys and values": memory.on_each_device(self.program.state_shapes())},
             )
-        self._options = dict(
+        self.options = dict(
             temperature=np.float32(temperature),
             top_k=np.int32(top_k),
             top_p=np.float32(top_p),
@@ -121,26 +113,21 @@ class Sampler:
         run = _Run(self, variables, texts, seeds)
         done_B, num_steps = np.zeros(len(texts), bool), 0
         while num_steps < max_new_tokens and not done_B.all():
-            with run.timed("prefill"):
-                run.prepare(texts, done_B, num_steps)
-            with run.timed("decode"):
-                limit = min(STREAM, max_new_tokens - num_steps, run.next_update - num_steps)
-                out_BN, count_B, done_B, steps = run.decode(done_B, num_steps, limit)
-            num_steps += int(steps)
-            new = [out_BN[b, : count_B[b]].tolist() for b in range(len(texts))]
+            run.prefill(texts, done_B, num_steps)
+            limit = min(STREAM, max_new_tokens - num_steps, run.next_update - num_steps)
+            new, done_B, steps = run.decode(done_B, num_steps, limit)
+            num_steps += steps
             for text, ids in zip(texts, new, strict=True):
                 text += ids
-            run.new_tokens += sum(map(len, new))
             yield new
             done_B = done_B | np.isin(np.arange(len(texts)), list(ended))
-        run.add_counts(range(len(texts)))
         self.stats = run.statistics()
 
     def check_prompt(self, ids):
         """Raise UsageError if the prompt is longer than the context."""
         if len(ids) > self.cache_size:
             raise UsageError(
-                f"the prompt has {len(ids)} tokens, more than the context of "
+                f"a prompt of {len(ids)} tokens: is longer than the context of "
                 f"{self.cache_size}; shorten it"
             )
 
@@ -216,12 +203,12 @@ class Program:
         out_BN = jnp.zeros((self.batch_size, STREAM), jnp.int32)
         count_B = jnp.zeros(self.batch_size, jnp.int32)
 
-        def running(state):
+        def is_running(state):
             step, _, _, length_B, _, _, done_B = state
             outgrown = jnp.any(~done_B & (length_B > self.cache_size))
             return (step < limit) & ~jnp.all(done_B) & ~outgrown
 
-        def body(state):
+        def generate(state):
             step, cache, last_BD, length_B, out_BN, count_B, done_B = state
             token_B = choose(self._logits(variables, last_BD), keys, index + step, options)
             out_BN = out_BN.at[:, step].set(token_B)
@@ -237,7 +224,7 @@ class Program:
 
         cache = kv_cache.start_pending(cache, STREAM)
         state = (jnp.int32(0), cache, last_BD, length_B, out_BN, count_B, done_B)
-        step, cache, *state = jax.lax.while_loop(running, body, state)
+        step, cache, *state = jax.lax.while_loop(is_running, generate, state)
         return kv_cache.flush_pending(cache), *state, step
 
     def state_shapes(self):
@@ -269,18 +256,17 @@ class Program:
 
 
 @functools.cache
-def _compiled(program):
+def _jitted(program):
     """(prefill, decode, maker of an empty cache and last_BD), jitted. Equal programs share them."""
     shapes = program.state_shapes()
 
-    def make_state():
+    def make_state():  # jitted, so that each device allocates its own zeros
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-    # Jitted, so that each device allocates its own zeros.
     return *program.jitted(), jax.jit(make_state, out_shardings=PartitionSpec())
 
 
-_compiled_for = set()  # (decode, mesh) of programs that have run, so that they are compiled
+_compiled = set()  # (program, mesh) that have run
 
 
 def mesh_for(variables, device):
@@ -294,6 +280,16 @@ def mesh_for(variables, device):
 # ---- one call of Sampler.tokens ------------------------------------------------------------------
 
 
+class _FixedVariables(NamedTuple):
+    """Variables that do not depend on the text, see `Sampler.tokens`."""
+
+    variables: dict
+    every: float = math.inf
+
+    def at(self, texts, before):
+        return self.variables, True
+
+
 class _Run:
     """State of one call of `Sampler.tokens`: arrays on the devices, and counts.
 
@@ -302,137 +298,133 @@ class _Run:
       must_read: whether all rows have to be read with the current variables.
       length_B: number of tokens of each row in the cache.
       start_B: index in its text of the first of these.
+      counts: {name: {block: [B]}} of `_COUNTERS`.
     """
 
     def __init__(self, sampler, variables, texts, seeds):
-        self.sampler, self.program = sampler, sampler._program
-        self.source, self.is_fixed = variables, isinstance(variables, Mapping)
-        fixed = variables if self.is_fixed else {}
-        self.mesh, self.is_split = mesh_for(fixed, jax.local_devices()[0])
-        self.next_update, self.variables = 0, {}
-        self.update_variables(texts)
-        self.must_read = True
+        self.program, self.model, self.options = sampler.program, sampler.model, sampler.options
+        is_fixed, size = isinstance(variables, Mapping), sampler.batch_size
+        self.source = _FixedVariables(variables) if is_fixed else variables
+        self.mesh, self.is_split = mesh_for(variables if is_fixed else {}, jax.local_devices()[0])
         self.seed_B = np.array([seed % 2**32 for seed in seeds], np.uint32)
-        self.length_B, self.start_B = np.zeros((2, sampler.batch_size), np.int32)
-        self.new_tokens = self.slides = 0
-        self.seconds = {"prefill": 0.0, "decode": 0.0}
-        names = ("routed", "reached", "overflow", "admitted", "dropped")
-        self.counts = {
-            name: collections.defaultdict(lambda: np.zeros(sampler.batch_size)) for name in names
-        }  # {name: {block: [B]}}
-        self._prefill, self._decode, make_state = self._call(_compiled, self.program)
+        self.length_B, self.start_B = np.zeros((2, size), np.int32)
+        self.counts = {name: {} for name in _COUNTERS}
+        self.new_tokens = self.prefill_seconds = self.decode_seconds = 0
+        self.variables, self.next_update = {}, 0
+        self._update_variables(texts)
+        self.must_read = True
+        self._prefill, self._decode, make_state = self._call(_jitted, self.program)
         self.cache, self.last_BD = self._call(make_state)
-        # Compile outside of timing, by calls without effect: with no rows, and with finished rows.
-        if (self._decode, self.mesh) not in _compiled_for:
-            self.read({})
-            self.decode(np.ones(sampler.batch_size, bool), 0, 0)
-            _compiled_for.add((self._decode, self.mesh))
+        if (self.program, self.mesh) not in _compiled:
+            # Compile outside of timing, by calls without effect: no rows, and finished rows.
+            self._read({})
+            self.decode(np.ones(size, bool), 0, 0)
+            self.decode_seconds = 0
+            _compiled.add((self.program, self.mesh))
 
-    def update_variables(self, texts):
-        """Get the variables for these texts."""
-        if self.is_fixed:
-            variables, self.must_read, self.next_update = self.source, True, math.inf
-        else:
-            with jax.set_mesh(self.mesh):  # no rules: `at` may restore variables of other models
-                variables, self.must_read = self.source.at(texts, self.variables)
-            self.next_update += self.source.every
+    def _update_variables(self, texts):
+        with jax.set_mesh(self.mesh):  # no rules: `at` may restore variables of other models
+            variables, self.must_read = self.source.at(texts, self.variables)
+        self.next_update += self.source.every
         if not self.is_split:
             variables = jax.device_put(sharding.whole(variables), sharding.replicated(self.mesh))
-        self.variables = self._call(models.unroll_variables, self.sampler.model, variables)
+        self.variables = self._call(models.unroll_variables, self.model, variables)
 
-    def prepare(self, texts, done_B, index):
+    def prefill(self, texts, done_B, index):
         """Update variables if due at token `index`; read rows that are new or outgrew the cache."""
+        started = time.perf_counter()
         if index == self.next_update:
-            self.update_variables(texts)
-        size, length_B = self.sampler.cache_size, np.array([len(text) for text in texts])
+            self._update_variables(texts)
+        size, length_B = self.program.cache_size, np.array(list(map(len, texts)))
         outgrown_B = ~done_B & (length_B - self.start_B > size)
         self.start_B = np.where(outgrown_B, length_B - max(1, size // 2), self.start_B)
-        self.slides += int(outgrown_B.sum())
         rows = np.flatnonzero(~done_B if self.must_read else outgrown_B)
         self.must_read = False
         if len(rows):
-            self.read({b: texts[b][self.start_B[b] :] for b in rows})
+            self._read({b: texts[b][self.start_B[b] :] for b in rows})
+        self.prefill_seconds += time.perf_counter() - started
 
-    def read(self, texts):
+    def _read(self, texts):
         """Prefill {row: tokens}, after emptying the cache of these rows."""
-        self.add_counts(texts)
-        rows_B = np.isin(np.arange(self.sampler.batch_size), list(texts))
+        self._add_counts(list(texts))
         longest, chunk = max(map(len, texts.values()), default=1), self.program.chunk
-        shape = (self.sampler.batch_size, -(-longest // chunk) * chunk)
+        shape = (len(self.seed_B), -(-longest // chunk) * chunk)
         tokens_BT, positions_BT = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
+        is_read_B = np.zeros(len(self.seed_B), bool)
         for b, text in texts.items():
             tokens_BT[b, : len(text)] = text
             positions_BT[b, : len(text)] = np.arange(len(text))
-            self.length_B[b] = len(text)
-        for t in range(0, tokens_BT.shape[1], chunk):
+            self.length_B[b], is_read_B[b] = len(text), True
+        for t in range(0, shape[1], chunk):
             part = slice(t, t + chunk)
             self.cache, self.last_BD = self._call(
                 self._prefill, True if t else self.program.decode_first, self.variables,
-                self.cache, self.last_BD, rows_B & (t == 0), tokens_BT[:, part],
+                self.cache, self.last_BD, is_read_B & (t == 0), tokens_BT[:, part],
                 positions_BT[:, part], self.seed_B[0],
             )  # fmt: skip
         jax.block_until_ready(self.last_BD)
 
     def decode(self, done_B, index, limit):
-        """(tokens [B, STREAM], number of them that count [B], done_B, number of steps)."""
+        """(lists of new token ids, done_B, number of steps)."""
+        started = time.perf_counter()
         self.cache, self.last_BD, *rest = self._call(
             self._decode, self.variables, self.cache, self.last_BD, self.length_B, done_B,
-            self.seed_B, np.int32(index), np.int32(limit), self.sampler._options,
+            self.seed_B, np.int32(index), np.int32(limit), self.options,
         )  # fmt: skip
-        self.length_B, *rest = map(np.array, jax.device_get(rest))
-        return rest
+        self.length_B, out_BN, count_B, done_B, steps = map(np.array, jax.device_get(rest))
+        self.decode_seconds += time.perf_counter() - started
+        self.new_tokens += int(count_B.sum())
+        new = [out_N[:count].tolist() for out_N, count in zip(out_BN, count_B, strict=True)]
+        return new, done_B, int(steps)
 
     def _call(self, function, *arguments):
         # Not around the whole generator: between its steps the caller's mesh must be active.
         with sharding.use(self.mesh, self.program.rules):
             return function(*arguments)
 
-    @contextlib.contextmanager
-    def timed(self, name):
-        self.seconds[name] -= time.perf_counter()
-        yield
-        self.seconds[name] += time.perf_counter()
-
-    def add_counts(self, rows):
+    def _add_counts(self, rows):
         """Add the counts in the cache of these rows, before it is emptied."""
-        rows = list(rows)
         for path, value in jax.tree_util.tree_leaves_with_path(self.cache):
-            name = path[-1].key
+            *modules, name = (key.key for key in path)
             if name in self.counts:
                 # [B], or [B, ...] of experts or of several models that are decoded together.
-                counts = np.asarray(value).reshape(len(value), -1)[rows]
-                counts_tokens = name in ("routed", "reached")
-                block = label("/".join(key.key for key in path[:-1]))
-                self.counts[name][block][rows] += (
-                    counts.mean(axis=1) if counts_tokens else counts.sum(axis=1)
+                counts_BN = np.asarray(value).reshape(len(value), -1)
+                combine = np.mean if name in ("routed", "reached") else np.sum
+                total_B = self.counts[name].setdefault(
+                    label("/".join(modules)), np.zeros(len(value))
                 )
+                total_B[rows] += combine(counts_BN[rows], axis=1)
 
     def statistics(self):
-        """`Sampler.stats`."""
-        admitted, dropped, overflow = (
-            round(sum(map(np.sum, self.counts[name].values())))
-            for name in ("admitted", "dropped", "overflow")
-        )
+        """Statistics of the finished call, once.
+
+        new_tokens; prefill_seconds, decode_seconds; tokens_per_second (of decoding); cache_bytes;
+        expert_choices and expert_overflow (choices that experts dropped); per row [B]:
+        computed_choices_by_row {layer: choices that its experts computed}, routed_by_row {block:
+        tokens that it computed}. With routed blocks: routed_fraction (mean over blocks of the
+        computed fraction of tokens), selected (tokens that the blocks selected), overflow (those of
+        them over the causal limit).
+        """
+        self._add_counts(range(len(self.seed_B)))
+        total = {name: round(sum(map(np.sum, of.values()))) for name, of in self.counts.items()}
         stats = {
             "new_tokens": self.new_tokens,
-            "slides": self.slides,
-            **{f"{name}_seconds": seconds for name, seconds in self.seconds.items()},
-            "tokens_per_second": self.new_tokens / max(self.seconds["decode"], 1e-9),
+            "prefill_seconds": self.prefill_seconds,
+            "decode_seconds": self.decode_seconds,
+            "tokens_per_second": self.new_tokens / max(self.decode_seconds, 1e-9),
             "cache_bytes": sum(value.nbytes for value in jax.tree.leaves(self.cache)),
-            "expert_overflow": dropped,
-            "expert_choices": dropped + admitted,
-            "computed_choices_by_row": dict(self.counts["admitted"]),
-            "routed_by_row": dict(self.counts["routed"]),
+            "expert_overflow": total["dropped"],
+            "expert_choices": total["dropped"] + total["admitted"],
+            "computed_choices_by_row": self.counts["admitted"],
+            "routed_by_row": self.counts["routed"],
         }
         if routed := self.counts["routed"]:
             # Fractions of the tokens (or latents) that reach a block.
-            fractions = [
-                count_B.sum() / max(1, self.counts["reached"][block].sum())
-                for block, count_B in routed.items()
-            ]
+            reached = self.counts["reached"]
+            fractions = [routed[block].sum() / max(1, reached[block].sum()) for block in routed]
             stats["routed_fraction"] = float(np.mean(fractions))
-            stats["overflow"] = overflow
-            stats["selected"] = overflow + round(sum(map(np.sum, routed.values())))
+            stats["overflow"] = total["overflow"]
+            stats["selected"] = total["overflow"] + total["routed"]
         return stats
 
 
@@ -447,40 +439,34 @@ def choose(logits_BV, keys, index, options):
     """
     temperature, top_k, top_p = (options[name] for name in ("temperature", "top_k", "top_p"))
 
-    def greedy():
-        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-
     def draw():
-        scaled_BV = jax.lax.cond(
+        scaled_BV = logits_BV / temperature
+        filtered_BV = jax.lax.cond(
             (top_k > 0) | (top_p < 1),
-            lambda: filter_logits(logits_BV / temperature, top_k, top_p),
-            lambda: logits_BV / temperature,
+            lambda: filter_logits(scaled_BV, top_k, top_p),
+            lambda: scaled_BV,
         )
         noise_BV = jax.vmap(
-            lambda key: jax.random.gumbel(jax.random.fold_in(key, index), scaled_BV.shape[1:])
+            lambda key: jax.random.gumbel(jax.random.fold_in(key, index), logits_BV.shape[1:])
         )(keys)
-        return jnp.argmax(scaled_BV + noise_BV, axis=-1).astype(jnp.int32)
+        return filtered_BV + noise_BV
 
-    return jax.lax.cond(temperature > 0, draw, greedy)
+    score_BV = jax.lax.cond(temperature > 0, draw, lambda: logits_BV)
+    return jnp.argmax(score_BV, axis=-1).astype(jnp.int32)
 
 
 def filter_logits(logits_BV, top_k, top_p):
     """Set logits outside the top k, and outside the nucleus of the top k, to -inf.
 
-    Of equal logits at the cut the lower ids are kept.
-
     Args:
-      top_k: 0 keeps all tokens.
+      top_k: 0 keeps all tokens. Logits equal to the last kept one are kept, too.
       top_p: keep the smallest set of most likely tokens whose mass reaches top_p (Holtzman et al.
         2020, arXiv 1904.09751); 1 keeps all tokens.
     """
     logits_BV = sharding.constrain(logits_BV, None, None)  # gathered once, for the sort and the sum
-    number_1V = jnp.arange(logits_BV.shape[-1])[None]
-    id_BV = jnp.broadcast_to(number_1V, logits_BV.shape)
-    # The sort is stable: of equal logits the lower id comes first.
-    negative_BV, ordered_id_BV = jax.lax.sort((-logits_BV, id_BV), num_keys=1)
-    ordered_BV = -negative_BV
-    in_top_k_1V = number_1V < jnp.where(top_k > 0, top_k, logits_BV.size)
+    ordered_BV = jnp.sort(logits_BV, axis=-1, descending=True)
+    rank_1V = jnp.arange(logits_BV.shape[-1])[None]
+    in_top_k_1V = rank_1V < jnp.where(top_k > 0, top_k, logits_BV.size)
     probs_BV = jax.nn.softmax(jnp.where(in_top_k_1V, ordered_BV, -jnp.inf), axis=-1)
     mass_before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
     # The tolerance covers float32: 0.5 + 0.3 reaches 0.8.
@@ -488,9 +474,7 @@ def filter_logits(logits_BV, top_k, top_p):
     # The most likely token is kept even if top_p underflows to 0.
     count_B1 = jnp.maximum(1, jnp.sum(in_top_k_1V & in_nucleus_BV, axis=-1, keepdims=True))
     least_B1 = jnp.take_along_axis(ordered_BV, count_B1 - 1, axis=-1)
-    last_id_B1 = jnp.take_along_axis(ordered_id_BV, count_B1 - 1, axis=-1)
-    kept_BV = (logits_BV > least_B1) | ((logits_BV == least_B1) & (id_BV <= last_id_B1))
-    return jnp.where(kept_BV, logits_BV, -jnp.inf)
+    return jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
 
 
 # ---- text ----------------------------------------------------------------------------------------
@@ -525,9 +509,8 @@ class TextSampler:
 
         An empty prompt becomes the end-of-document token, or token 0.
         """
-        if ids := [*self.tokenizer.start, *self.tokenizer.encode(prompt)]:
-            return ids
-        return [0 if self.tokenizer.eot is None else self.tokenizer.eot]
+        ids = [*self.tokenizer.start, *self.tokenizer.encode(prompt)]
+        return ids or [self.tokenizer.eot or 0]
 
     def write(self, variables, stream=None):
         """Write `num_samples` continuations of the config's prompt as they are generated."""
@@ -550,6 +533,7 @@ class TextSampler:
         return ["".join(row) for row in zip(*self._pieces(variables, prompts, seeds), strict=True)]
 
     def _pieces(self, variables, prompts, seeds):
+        """Yield lists (one a row) of new text."""
         rows, ended = [_Text(self.tokenizer, self.config.stop) for _ in prompts], set()
         ids, n = [self.encode(prompt) for prompt in prompts], self.config.max_new_tokens
         for new in self.sampler.tokens(variables, ids, max_new_tokens=n, seeds=seeds, ended=ended):
@@ -566,28 +550,22 @@ class _Text:
         self.ended = False
 
     def feed(self, ids):
-        """New complete characters; a possible prefix of the stop text is held back."""
-        return self._cut("".join(self._decoder.feed(i) for i in ids), last=False)
+        """New complete characters; the last ones, which may begin the stop text, are held back."""
+        new = "".join(map(self._decoder.feed, ids))
+        return self._cut(new, max(0, len(self._stop) - 1))
 
     def finish(self):
         """The remaining text."""
-        return self._cut(self._decoder.finish(), last=True)
+        return self._cut(self._decoder.finish(), 0)
 
-    def _cut(self, new, last):
+    def _cut(self, new, num_held):
+        """The text to show of `new` and the characters held before."""
         if self.ended:
             return ""
-        text, stop = self._held + new, self._stop
-        if stop and stop in text:
+        text = self._held + new
+        if self._stop and self._stop in text:
             self.ended = True
-            return text[: text.index(stop)]
-        ready = len(text) if last else len(text) - _overlap(text, stop)
+            return text[: text.index(self._stop)]
+        ready = max(0, len(text) - num_held)
         self._held = text[ready:]
         return text[:ready]
-
-
-def _overlap(text, stop):
-    """Length of the longest suffix of `text` that is a prefix of `stop`."""
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if stop.startswith(text[-size:]):
-            return size
-    return 0

@@ -48,16 +48,13 @@ class Mean:
         """[*L]: contribution of this micro-batch to the value of `whole`, the Mean of its batch.
 
         Linear in `total`. The gradients of the contributions of all micro-batches add up to the
-        gradient of `whole.value()`. Without a function only `whole.count` is used.
+        gradient of `whole.value()`. Without a function only `whole.count` is used, so the compiler
+        drops the computation of `whole.total`.
         """
         mean_part = self.replace(count=whole.count).mean()
         if self.function is None:
             return mean_part
         return jax.jvp(self._apply, (whole.mean(),), (mean_part,))[1]
-
-    def for_contribution(self):
-        """This Mean with only the fields that `contribution` uses of `whole`."""
-        return self if self.function is not None else self.replace(total=None)
 
     def _apply(self, mean):
         function = self.function
@@ -112,10 +109,6 @@ def sown(mutated, collection):
     return jax.tree_util.tree_map_with_path(mean_of, mutated.get(collection, {}))
 
 
-def is_mean(leaf):
-    return isinstance(leaf, Mean)
-
-
 def leaves(tree):
     """[(path, leaf)] of a tree whose Means are leaves."""
-    return jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_mean)
+    return jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, Mean))

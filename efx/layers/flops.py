@@ -10,6 +10,7 @@ compiler's count, which has the latter, agrees with the traced one within 2% on 
 (tests/contract/test_flops.py).
 """
 
+import collections
 import contextlib
 import contextvars
 import dataclasses
@@ -86,11 +87,10 @@ def thinned_pairs(tokens, length, window=0, pairs=None):
 
 def add(ledgers):
     """Sum of several dicts {component: FLOPs}."""
-    total = {}
+    total = collections.Counter()
     for components in ledgers:
-        for name, value in components.items():
-            total[name] = total.get(name, 0) + value
-    return total
+        total.update(components)
+    return dict(total)
 
 
 def count_params(params):
@@ -138,11 +138,7 @@ def jaxpr_flops(function, *args):
     A scan counts its body times its length (the compiler's cost analysis counts it once), a `cond`
     its most expensive branch, a `while` its body once.
     """
-    return _walk(jax.make_jaxpr(function)(*args).jaxpr)
-
-
-def _walk(jaxpr):
-    return sum(map(_walk_one, jaxpr.eqns))
+    return sum(map(_walk_one, jax.make_jaxpr(function)(*args).jaxpr.eqns))
 
 
 def _walk_one(equation):
@@ -151,18 +147,19 @@ def _walk_one(equation):
         lhs = equation.invars[0].aval.shape
         inner = math.prod(lhs[axis] for axis in contract)
         return 2 * inner * math.prod(equation.outvars[0].aval.shape)
-    inner = [_walk(sub) for sub in _subjaxprs(equation.params)]
+    bodies = [sum(map(_walk_one, body.eqns)) for body in _subjaxprs(equation.params)]
     if equation.primitive.name == "cond":
-        return max(inner, default=0)
-    return sum(inner) * equation.params.get("length", 1)
+        return max(bodies, default=0)
+    return sum(bodies) * equation.params.get("length", 1)
 
 
 def _subjaxprs(params):
+    """The jaxprs among the parameters of an equation."""
     for value in params.values():
-        for inner in value if isinstance(value, (tuple, list)) else (value,):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield inner
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            item = getattr(item, "jaxpr", item)
+            if hasattr(item, "eqns"):
+                yield item
 
 
 # Dense peak FLOP/s of one device, by the first words of jax's device_kind: (bfloat16, float32 or

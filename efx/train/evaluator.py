@@ -79,19 +79,19 @@ class Evaluator:
     """
 
     def __init__(self, model, config, data, mesh, rules):
-        self._config, self._data = config.evaluate, data
+        self._model, self._config, self._data = model, config.evaluate, data
         rows = config.evaluate.batch_size
         memory.check(
             f"config.evaluate.batch_size={rows}: evaluation",
             {"logits": logits_bytes(model, config, mesh, rules, rows)},
         )
-        self._placement = sharding.Placement(mesh, rules, config.evaluate.batch_size)
-        self._model, self._length, self._seed = model, config.data.seq_len, np.uint32(config.seed)
-        compared = [collection for report in REPORTS if (collection := report.compared(model))]
-        self._changes = [Changes(model, name, mesh, rules, self._seed) for name in compared]
-        self._by_layer = jax.jit(lambda stats: by_layer(stats, model))
+        self._length, self._seed = config.data.seq_len, np.uint32(config.seed)
+        self._placement = sharding.Placement(mesh, rules, rows)
+        self._train_placement = sharding.Placement(mesh, rules, config.data.batch_size)
         self._steps = steps(model, config, mesh, rules)
-        self._train_layout = mesh, rules, config.data.batch_size
+        self._by_layer = jax.jit(lambda stats: by_layer(stats, model))
+        compared = filter(None, (report.compared(model) for report in REPORTS))
+        self._changes = [Changes(model, name, mesh, rules, self._seed) for name in compared]
 
     def __call__(self, params, variables):
         """{"eval/loss": nats per token, "eval/bits_per_byte": ..., ...} as Python floats."""
@@ -103,26 +103,27 @@ class Evaluator:
                 selection: self._run(step, params, variables, self._batches(self._placement.rows))
                 for selection, step in self._steps.items()
             }
-            result = self._rows(Passes(means, self._data.bytes_per_token("eval")))
-            result |= self._repeated(params, variables)
+            metrics = self._metrics(Passes(means, self._data.bytes_per_token("eval")))
+            if self._config.repeated_rows:
+                metrics |= self._repeated(params, variables)
             for changes in self._changes:
                 batch = next(iter(self._batches(changes.placement.rows)))
                 changed = changes(params, variables, batch)
-                result |= {f"eval/{name}": value for name, value in changed.items()}
-        return result
+                metrics |= {f"eval/{name}": value for name, value in changed.items()}
+        return metrics
 
-    def _rows(self, passes):
+    def _metrics(self, passes):
         """Metrics of the passes over the held-out text."""
         causal = passes.means["causal"]
-        result = passes.loss("causal", "") | {
+        metrics = passes.loss("causal", "") | {
             "eval/accuracy": causal["correct"],
             "eval/tokens": causal["tokens"],
             "eval/split_fraction": causal["tokens"] / self._data.scored_tokens("eval"),
         }
         for report in REPORTS:
-            result |= passes.statistics("causal", report.statistics)
-            result |= report.rows(self._model, self._length, passes)
-        return result
+            metrics |= passes.statistics("causal", report.statistics)
+            metrics |= report.rows(self._model, self._length, passes)
+        return metrics
 
     def check_metric(self, name, params, variables):
         """Raise UsageError unless evaluations log `name`, which is `config.checkpoint.best_metric`.
@@ -134,36 +135,33 @@ class Evaluator:
         """
         if name in ("eval/loss", "eval/bits_per_byte"):
             return
+        where = f"config.checkpoint.best_metric={name!r}"
         if "accuracy" in name.rpartition("/")[2]:
-            raise UsageError(
-                f"config.checkpoint.best_metric={name!r}: must be a metric to minimise, such "
-                "as eval/loss"
-            )
-        c, means = self._config, {}
-        batch = next(iter(self._data.eval_batches(c.batch_size, 1)))
+            raise UsageError(f"{where}: must be a metric to minimise, such as eval/loss")
+        batch = next(iter(self._data.eval_batches(self._config.batch_size, 1)))
+        means = {}
         for selection, step in self._steps.items():
             sums = step.eval_shape(params, variables, batch, self._seed, self._seed)
             names = ("loss", "correct", "tokens", *self._by_layer.eval_shape(sums["stats"]))
             means[selection] = dict.fromkeys(names, 1.0)
-        known = list(self._rows(Passes(means, 1.0)))
-        known += ["eval/repeated/second"] * bool(c.repeated_rows)
+        known = list(self._metrics(Passes(means, 1.0)))
+        known += ["eval/repeated/second"] * bool(self._config.repeated_rows)
         for changes in self._changes:
             known += [f"eval/{key}" for key in changes.names(params, variables, batch)]
         if name not in known:
             of_layers = {a for a in known for b in known if a.startswith(f"{b}/")}
             raise UsageError(
-                f"config.checkpoint.best_metric={name!r}: evaluation of this model does not log "
-                f"it{nearest(name, known)}; use one of {', '.join(sorted({*known} - of_layers))}"
+                f"{where}: evaluation of this model does not log it{nearest(name, known)}; use one "
+                f"of {', '.join(sorted({*known} - of_layers))}"
             )
 
     def _train_batches(self):
-        placement = sharding.Placement(*self._train_layout)
-        batches = self._data.train_iterator(rows=placement.rows)
-        return map(placement, itertools.islice(batches, self._config.calibrate))
+        """The first `config.evaluate.calibrate` batches of training."""
+        batches = self._data.train_iterator(rows=self._train_placement.rows)
+        return map(self._train_placement, itertools.islice(batches, self._config.calibrate))
 
     def _batches(self, rows):
-        c = self._config
-        return self._data.eval_batches(c.batch_size, c.max_batches, rows)
+        return self._data.eval_batches(self._config.batch_size, self._config.max_batches, rows)
 
     def _repeated(self, params, variables):
         """Loss of both halves of rows that repeat themselves, and the gain of the second.
@@ -171,18 +169,18 @@ class Evaluator:
         The gain measures copying from the context: nothing else predicts a token of the second half
         (Olsson et al. 2022, "In-context learning and induction heads", arXiv 2209.11895).
         """
-        c, rows = self._config, self._placement.rows
-        if not c.repeated_rows:
-            return {}
-        step, nats = self._steps["causal"], {}
+        c, nats = self._config, {}
         for half in ("first", "second"):
-            batches = self._data.repeated_batches(c.repeated_rows, c.batch_size, rows)
+            batches = self._data.repeated_batches(
+                c.repeated_rows, c.batch_size, self._placement.rows
+            )
             halves = (batch[half] for batch in batches)
-            nats[half] = self._run(step, params, variables, halves)["loss"]
+            nats[half] = self._run(self._steps["causal"], params, variables, halves)["loss"]
         nats["gain"] = nats["first"] - nats["second"]
         return {f"eval/repeated/{name}": value for name, value in nats.items()}
 
     def _run(self, step, params, variables, batches):
+        """{name: mean} of "loss", "correct", "tokens" and every sown statistic over batches."""
         totals = []
         for index, batch in enumerate(batches):
             batch = self._placement(batch)
@@ -194,11 +192,8 @@ class Evaluator:
         )
         tokens = float(sums["weights"])
         stats = {name: float(x) for name, x in self._by_layer(sums["stats"]).items()}
-        return stats | {
-            "loss": float(sums["loss"]) / tokens,
-            "correct": float(sums["correct"]) / tokens,
-            "tokens": tokens,
-        }
+        means = {name: float(sums[name]) / tokens for name in ("loss", "correct")}
+        return stats | means | {"tokens": tokens}
 
 
 def cut(metrics):
@@ -213,13 +208,14 @@ def describe(step, metrics):
         f"step {step}: held-out loss {metrics['eval/loss']:.4f} nats, "
         f"{metrics['eval/bits_per_byte']:.4f} bits per byte{cut(metrics)}"
     )
-    others = ", ".join(
-        f"{name.removeprefix('eval/loss_')} {value:.4f}"
+    prefix = "eval/loss_"
+    others = [
+        f"{name.removeprefix(prefix)} {value:.4f}"
         for name, value in metrics.items()
-        if name.startswith("eval/loss_")
-    )
+        if name.startswith(prefix)
+    ]
     if others:
-        line += f" (causal routing; {others})"
+        line += f" (causal routing; {', '.join(others)})"
     if "eval/repeated/gain" in metrics:
         line += f"; repeats gain {metrics['eval/repeated/gain']:.2f} nats"
     for report in REPORTS:
@@ -230,7 +226,7 @@ def describe(step, metrics):
 
 
 def scored(data, config, tokens):
-    """One line about the scored text: its name and size, and how much of it was scored.
+    """One line about the scored text: its name, its size and the scored part of it.
 
     Args:
       data: Data. config: the `config.evaluate` block. tokens: number of scored tokens.

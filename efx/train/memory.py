@@ -1,7 +1,7 @@
-"""Whether what is to be computed has room in memory: from shapes, before anything is allocated.
+"""Check from shapes, before anything is allocated, that a computation fits into memory.
 
-What is counted is the least that is needed, so that nothing is refused that would have worked; a
-program may need more than it (`--mode=compile` tells how much, of accelerators).
+The counted bytes are a lower bound, so nothing that works is refused; `--mode=compile` reports what
+the compiled programs need on an accelerator.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ import jax
 from efx.errors import UsageError
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB", "ZiB", "YiB")
-# Limits of a container, of the second and of the first kind of control groups.
+# Memory limits of a container, by version 2 and version 1 of control groups.
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-# XLA's words on CPUs, GPUs and TPUs. A kernel that needs more shared memory, or more of a TPU's
+# XLA's messages on CPUs, GPUs and TPUs. A kernel that needs more shared memory, or more of a TPU's
 # vector memory, than the device has fails at any batch size.
 _FULL = re.compile(
     r"out of memory (?:while|trying|allocating)|out of memory in memory space hbm|"
@@ -29,69 +29,65 @@ _LONGEST_REASON = 200  # characters of an error of XLA, which may list all buffe
 
 def on_each_device(tree):
     """Bytes on one device of a tree of shapes; a shape without a sharding is whole there."""
-    return sum(_bytes(leaf) for leaf in jax.tree.leaves(tree))
+    return sum(map(_bytes, jax.tree.leaves(tree)))
 
 
 def _bytes(leaf):
-    shape, sharding = leaf.shape, getattr(leaf, "sharding", None)
-    if sharding is not None:
-        shape = sharding.shard_shape(shape)
+    sharding = getattr(leaf, "sharding", None)
+    shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
     return math.prod(shape) * leaf.dtype.itemsize
 
 
 def is_new(function, tree):
-    """Of each array that a function gives, computed one operation after the other, whether it is
-    none of the tree's own. tree: of arrays or shapes."""
+    """For each array that a function of a tree returns, whether it is none of the tree's arrays."""
     traced = jax.make_jaxpr(function)(tree).jaxpr
     return [not any(x is given for given in traced.invars) for x in traced.outvars]
 
 
 def largest(tree):
-    """The largest array of a tree of shapes, in words."""
+    """The largest array of a tree of shapes: its path, dtype and shape as text."""
     path, leaf = max(jax.tree_util.tree_leaves_with_path(tree), key=lambda item: _bytes(item[1]))
     name = jax.tree_util.keystr(path, simple=True, separator="/")
     return f"{name}, {leaf.dtype}{list(leaf.shape)}"
 
 
 def available():
-    """Bytes of memory that each of this process's devices has, of CPU devices its equal part."""
+    """Bytes of memory of each of this process's devices; CPU devices share the main memory."""
     devices = jax.local_devices()
     stats = devices[0].memory_stats() or {}
-    if "bytes_limit" in stats:
-        return stats["bytes_limit"]
-    return host_memory() // len(devices)
+    return stats.get("bytes_limit", host_memory() // len(devices))
 
 
 def host_memory():
-    """Bytes of main memory that this process may have."""
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    """Bytes of main memory that this process may use."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in map(pathlib.Path, _LIMITS):
         if path.is_file() and (text := path.read_text().strip()).isdecimal():
-            found.append(int(text))
-    return min(found)
+            limits.append(int(text))
+    return min(limits)
 
 
-def check(what, parts, hint="; use smaller values"):
-    """UsageError unless there is room on each device.
+def check(name, parts, advice="; use smaller values"):
+    """Raise UsageError unless these arrays fit into the memory of each device.
 
     Args:
-      what: needs it, beginning with the settings that decide. parts: {words: bytes}.
-      hint: added at the end.
+      name: of the computation, beginning with the settings that decide its size.
+      parts: {name of arrays: bytes on a device}. advice: end of the message.
     """
-    need, have = sum(parts.values()), available()
-    if need <= have:
+    needed, limit = sum(parts.values()), available()
+    if needed <= limit:
         return
-    listed = ", ".join(f"{name} {in_words(size)}" for name, size in parts.items() if size)
+    listed = ", ".join(f"{part} {in_words(size)}" for part, size in parts.items() if size)
     kind, count = jax.local_devices()[0].platform, jax.local_device_count()
     where = f"each of {count} {kind} devices" if count > 1 else f"the {kind}"
     raise UsageError(
-        f"{what} needs at least {in_words(need)} of memory on {where}, but {in_words(have)} is"
-        f" available ({listed}){hint}"
+        f"{name} needs at least {in_words(needed)} of memory on {where}, but {in_words(limit)} is"
+        f" available ({listed}){advice}"
     )
 
 
 def is_full(error):
-    """Whether an error of the runtime says that a device has too little memory."""
+    """Whether an error of the runtime reports that a device has too little memory."""
     return "RESOURCE_EXHAUSTED" in str(error) and bool(_FULL.search(str(error)))
 
 

@@ -1,9 +1,9 @@
-"""Lines for the user: how long a run takes, before it; commands that work for it, after it."""
+"""Lines for the user: how long a run takes, before it; commands that use it, after it."""
 
 import contextlib
-import importlib
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -18,7 +18,6 @@ from efx.logging import duration, quantity
 # Measured on an H100, dense models of 350M parameters: 0.37 to 0.42 (docs/results.md).
 _ASSUMED_MFU = 0.35
 _LONG_SECONDS = 3600  # on a CPU
-_SMALL_VARIANTS = ("cpu", "smoke")
 
 
 def before(flops, steps, peak, command_line):
@@ -43,8 +42,7 @@ def before(flops, steps, peak, command_line):
         f" {_in_words(seconds / steps)} a step ({basis})"
     )
     if not peak and seconds > _LONG_SECONDS:
-        smaller = " or ".join(f"--config {source}" for source in _smaller(command_line))
-        line += f"; for a CPU take a smaller run: {smaller or 'a smaller model or fewer steps'}"
+        line += f"; on a CPU use {_smaller_run(command_line)}"
     return line
 
 
@@ -52,58 +50,46 @@ def _in_words(seconds):
     return f"{seconds:.2g} s" if seconds < 60 else duration(seconds)
 
 
-def _smaller(command_line):
-    """The small variants of the command's config, if that comes with efx: ["gpt2:smoke"]."""
-    source = ""
-    for argument, following in zip(command_line, [*command_line[1:], ""], strict=True):
-        key, equals, value = argument.lstrip("-").partition("=")
-        if key == "config":
-            source = (value if equals else following).partition(":")[0]
-    name = os.path.basename(source).removesuffix(".py")
-    if not name or source not in (name, f"configs/{name}.py"):
-        return []
-    try:
-        config_file = importlib.import_module(f"efx.configs.{name}")
-    except ImportError:
-        return []
-    variants = getattr(config_file, "VARIANTS", ())
-    return [f"{source}:{variant}" for variant in _SMALL_VARIANTS if variant in variants]
+def _smaller_run(command_line):
+    """The variant `smoke` of a config that comes with efx, such as "--config gpt2:smoke"."""
+    config = re.search(r"--config[= ]((configs/)?(\w+)(\.py)?)(?=[: ]|$)", " ".join(command_line))
+    if config and importlib.util.find_spec(f"efx.configs.{config[3]}"):
+        return f"--config {config[1]}:smoke"
+    return "a smaller model or fewer steps"
 
 
 def after(workdir, config, data, context):
     """Lines to end with.
 
     Args:
-      workdir: pathlib.Path of the run folder. config: of the run. data: its `Data`.
-      context: the longest prompt that its model takes, in tokens.
+      workdir: pathlib.Path of the run directory. config: of the run. data: its `Data`.
+      context: the longest prompt that its model reads, in tokens.
     """
-    # launch/local.sh names itself here, since its user may have no other Python with efx in it.
+    # launch/local.sh sets this, since its user may have no other Python with efx in it.
     command, python = "python -m efx.main", "python"
     if "EFX_COMMAND" in os.environ:
         command, python = os.environ["EFX_COMMAND"], shlex.quote(sys.executable)
-    elif os.path.basename(sys.argv[0]) == "efx":  # installed; perhaps not on the PATH
-        command = shlex.quote(sys.argv[0] if shutil.which("efx") != sys.argv[0] else "efx")
-    folder, text = shlex.quote(str(workdir)), _prompt(config, data, context)
-    # One that cannot be shown in a line is the config's own, which needs no flag.
-    prompt = f" --prompt {shlex.quote(text)}" if text and text.isprintable() else ""
-    look = f"tensorboard --logdir {folder}"
+    elif os.path.basename(sys.argv[0]) == "efx":  # installed, perhaps not on the PATH
+        command = "efx" if shutil.which("efx") else shlex.quote(sys.argv[0])
+    folder, prompt = shlex.quote(str(workdir)), _prompt(config, data, context)
+    # A prompt that one line cannot show is the config's, which needs no flag.
+    prompt_flag = f" --prompt {shlex.quote(prompt)}" if prompt and prompt.isprintable() else ""
+    show = f"{python} -m tensorboard.main --logdir {folder}"
     if not config.log.tensorboard:
-        look = f"{workdir / run_dir.METRICS_FILE} has one line per logged step"
-    elif shutil.which("tensorboard") is None:
-        look = f"{python} -m tensorboard.main --logdir {folder}"
-        if importlib.util.find_spec("tensorboard") is None:
-            look = f"{python} -m pip install tensorboard && {look}"
+        show = f"{workdir / run_dir.METRICS_FILE} has one line per logged step"
+    elif importlib.util.find_spec("tensorboard") is None:
+        show = f"{python} -m pip install tensorboard && {show}"
     return (
-        f"run folder: {workdir}",
-        f"  sample from it:  {command} --mode=sample --workdir {folder}{prompt}",
+        f"run directory: {workdir}",
+        f"  sample from it:  {command} --mode=sample --workdir {folder}{prompt_flag}",
         f"  evaluate it:     {command} --mode=evaluate --workdir {folder}",
-        f"  look at it:      {look}",
+        f"  look at it:      {show}",
     )
 
 
 def _prompt(config, data, context):
-    """The config's prompt; where the tokenizer or the model does not take that, a word of the
-    held-out text; "" without one."""
+    """The config's prompt, or the first word of the held-out text that the tokenizer can encode and
+    the model can read; "" without one."""
     first = next(iter(data.eval_batches(config.evaluate.batch_size, 1)))["inputs"][0]
     for prompt in (config.sample.prompt, *data.tokenizer.decode(first).split()):
         with contextlib.suppress(UsageError):

@@ -58,31 +58,27 @@ def _sown(model, collection, seed, params, variables, batch):
 
 
 def _changes(old, new):
-    """The tree of sown values, each replaced by the `means.Mean` of whether an entry changed.
+    """The tree of sown values, tuples of arrays, each replaced by the `batch_means.Mean` of whether
+    an entry of any of its arrays changed."""
 
-    The arrays of a value, a tuple, count together.
-    """
+    def is_value(node):  # linen keeps a tuple of the values of all calls under each name
+        return isinstance(node, tuple) and not isinstance(node[0], tuple)
 
-    def changed(path, old_calls, new_calls):
+    def mean_of_value(path, old_arrays, new_arrays):
         # Layers of a scanned stack lie along the first axis.
-        scanned = int(any(getattr(key, "key", None) == "units" for key in path))
+        is_scanned = any(getattr(key, "key", None) == "units" for key in path)
 
-        def total(marked):
-            # Integers along the last axis: adding ones in float32 stops at 2^24. Then float32,
+        def num_true(marked):
+            # In int32 along the last axis: adding ones in float32 stops at 2^24. Then in float32,
             # because there may be more entries than an int32 counts.
             row_counts = jnp.sum(marked, axis=-1, dtype=jnp.int32).astype(jnp.float32)
-            return jnp.sum(row_counts, axis=tuple(range(scanned, row_counts.ndim)))
+            return jnp.sum(row_counts, axis=tuple(range(is_scanned, row_counts.ndim)))
 
-        def mean(old_arrays, new_arrays):
-            differ, counted = [], []
-            for a, b in zip(old_arrays, new_arrays, strict=True):
-                counted.append((a >= 0) & (b >= 0))
-                differ.append(counted[-1] & (a != b))
-            return batch_means.Mean(sum(map(total, differ)), sum(map(total, counted)))
+        num_changed = num_counted = 0
+        for a, b in zip(old_arrays, new_arrays, strict=True):
+            is_counted = (a >= 0) & (b >= 0)
+            num_changed += num_true(is_counted & (a != b))
+            num_counted += num_true(is_counted)
+        return batch_means.Mean(num_changed, num_counted)
 
-        return tuple(map(mean, old_calls, new_calls))
-
-    # Linen keeps a tuple of the values of all calls under each name.
-    return jax.tree_util.tree_map_with_path(
-        changed, old, new, is_leaf=lambda node: isinstance(node, tuple)
-    )
+    return jax.tree_util.tree_map_with_path(mean_of_value, old, new, is_leaf=is_value)

@@ -107,7 +107,7 @@ class Training:
     """An experiment with its optimiser.
 
     Attributes:
-      optimizer, schedule: see `optim.make_optimizer`. summary: the parameter groups in words.
+      optimizer, schedule: see `optim.make_optimizer`.
       shapes: `TrainState` of jax.ShapeDtypeStruct with shardings; shardings: these alone.
       batch: shapes with shardings of a step's batch.
       teacher: shapes with shardings of the teacher's variables, or None.
@@ -120,7 +120,6 @@ class Training:
         params, ratio = nn.unbox(boxed["params"]), e.model.config.mup_ratio
         mup.check_optimizer(c.optim.name, e.model.config.mup)
         self.optimizer, self.schedule = optim.make_optimizer(c.optim, e.steps, params, ratio)
-        self.summary = optim.describe_groups(c.optim, params, ratio)
         self.shapes = _state_shapes(e, boxed, self.optimizer)
         self.shardings = jax.tree.map(lambda x: x.sharding, self.shapes)
         self.batch = step_lib.batch_shapes(c, c.data.batch_size, e.mesh, e.rules)

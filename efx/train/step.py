@@ -9,6 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import linen as nn
 from flax import struct
 
@@ -63,157 +64,23 @@ def state_shardings(boxed_params, state, mesh, rules):
     Args:
       boxed_params: shapes of the parameters with their logical axes. state: a TrainState's shapes.
     """
-    by_path = {}
-    specs = sharding.tree_shardings(boxed_params, mesh, rules)
-    shapes = nn.unbox(boxed_params)
-    for (path, leaf), spec in zip(
-        jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(specs), strict=True
-    ):
-        by_path[sharding.path_names(path)] = (leaf.shape, spec)
-    longest = max(len(path) for path in by_path)
+    specs = jax.tree.leaves(sharding.tree_shardings(boxed_params, mesh, rules))
+    shapes = jax.tree_util.tree_leaves_with_path(nn.unbox(boxed_params))
+    by_path = {
+        sharding.path_names(path): (leaf.shape, spec)
+        for (path, leaf), spec in zip(shapes, specs, strict=True)
+    }
 
     def sharding_of(path, leaf):
         names = sharding.path_names(path)
-        for size in range(min(longest, len(names)), 0, -1):
-            shape, spec = by_path.get(names[-size:], (None, None))
+        for start in range(len(names)):
+            # A moment's path ends with that of its parameter.
+            shape, spec = by_path.get(names[start:], (None, None))
             if shape == leaf.shape:
                 return spec
         return sharding.replicated(mesh)
 
     return jax.tree_util.tree_map_with_path(sharding_of, state)
-
-
-def make_train_step(
-    model, optimizer, schedule, config, *, total_steps, groups=1, teacher=None, start=0
-):
-    """train_step(state, batch, seed, teacher_variables=None) -> (state, metrics), to be jitted with
-    the state donated.
-
-    The seed is an argument, not a constant, so that runs of several seeds share one compilation.
-
-    The objective is  sum(weight * cross-entropy) / sum(weight)  over the whole batch plus the
-    weighted sown losses of the whole batch, and with a teacher plus the weighted mean of
-    KL(teacher || model). With `config.train.accumulation` = A it is summed over
-    A micro-batches of every A-th row, and the gradient is that of the whole batch: for
-    cross-entropy because the weight of the whole batch is known; for sown losses because a first
-    pass over the micro-batches adds up the Means that these need. That pass costs almost nothing
-    for a loss that is one mean over tokens, whose number the batch alone decides, and a forward
-    pass without the output layer for a loss that is not linear in means (`load_balance`). Logged
-    statistics are those of the whole batch, too.
-
-    Random numbers (dropout, stochastic masks) are drawn for each micro-batch.
-
-    A step whose loss or gradient is not finite changes neither parameters nor optimiser state, and
-    is counted.
-
-    Args:
-      groups: number of shards of the batch axis (see `losses.chunked_cross_entropy`).
-      teacher: the model of `config.losses.distill`, in evaluation mode on the same tokens; its
-        variables are an argument of the step, neither trained nor part of the state. None: no such
-        loss.
-      start: the first step of the current stage of capacity. Thresholds are reset there: earlier
-        ones belong to another capacity.
-    """
-    accumulation, weights = config.train.accumulation, as_dict(config.losses)
-
-    def weighted(sown, step):
-        return losses.weighted_sum(sown, weights, step, total_steps)
-
-    def run_teacher(teacher_variables, batch, keys):
-        """`losses.Teacher` of a batch, or None."""
-        if teacher is None:
-            return None
-        params = teacher_variables["params"]
-        averages = {name: tree for name, tree in teacher_variables.items() if name != "params"}
-        x_BTD, _ = _features(teacher, params, averages, batch, keys, train=False)
-        return losses.Teacher(teacher.head_fn, teacher.head_params(params), x_BTD)
-
-    def train_step(state, batch, seed, teacher_variables=None):
-        if start:
-            variables = reset_threshold_steps(state.variables, state.step == start)
-            state = state.replace(variables=variables)
-        total_weight = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
-        base = jax.random.fold_in(jax.random.key(seed), state.step)
-
-        def keys(index):
-            key = jax.random.fold_in(base, index)
-            return {"dropout": jax.random.fold_in(key, 0), "routing": jax.random.fold_in(key, 1)}
-
-        def forward(params, batch, index):
-            return _features(model, params, state.variables, batch, keys(index), train=True)
-
-        def micro_loss(params, batch, index, totals):
-            """(objective of a micro-batch, ((its sums, its sown Means), running averages))."""
-            x_BTD, mutated = forward(params, batch, index)
-            z_loss, distill = (
-                losses.coefficient(weights[name], state.step, total_steps, name)
-                for name in ("z_loss", "distill")
-            )
-            outputs = run_teacher(teacher_variables, batch, keys(index))
-            sums = _loss_sums(model, params, x_BTD, batch, config, groups, z_loss, outputs, distill)
-            reports = {name: batch_means.sown(mutated, name) for name in ("losses", "stats")}
-            extra = weighted(losses.collect_sown(reports["losses"], totals), state.step)
-            averages = {name: mutated[name] for name in state.variables}
-            return sums.total / total_weight + extra, ((sums, reports), averages)
-
-        def micro_gradients(batch, index, totals=None):
-            gradient = jax.grad(micro_loss, has_aux=True)
-            grads, (added, averages) = gradient(state.params, batch, index, totals)
-            return (grads, *added), averages
-
-        def needed_means(batch, index):
-            _, mutated = forward(state.params, batch, index)
-            sown = batch_means.sown(mutated, "losses")
-            needed = jax.tree.map(
-                batch_means.Mean.for_contribution, sown, is_leaf=batch_means.is_mean
-            )
-            return needed, None
-
-        if accumulation == 1:
-            (grads, sums, reports), variables = micro_gradients(batch, 0)
-        else:
-            batches = _micro_batches(batch, accumulation)
-            totals, _ = _scan_micro_batches(needed_means, batches)
-            (grads, sums, reports), variables = _scan_micro_batches(
-                lambda batch, index: micro_gradients(batch, index, totals), batches
-            )
-            variables = _average_variables(variables, batches)
-        sown, stats = (losses.collect_sown(reports[name]) for name in ("losses", "stats"))
-        metrics = {
-            "train/objective": sums.total / total_weight + weighted(sown, state.step),
-            "train/loss": sums.loss / total_weight,
-            "train/accuracy": sums.correct / total_weight,
-            **{f"losses/{name}": value for name, value in sown.items()},
-            **stats,
-        }
-        if teacher is not None:
-            metrics["losses/distill"] = sums.distance / total_weight
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = jax.tree.map(lambda p, u: p + u.astype(p.dtype), state.params, updates)
-        norm = optim.grad_norm(opt_state)
-        good = jnp.isfinite(metrics["train/objective"]) & jnp.isfinite(norm)
-
-        def keep(new, old):
-            return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
-
-        bad = jnp.where(good, 0, 1).astype(jnp.int32)
-        new_state = TrainState(
-            step=state.step + 1,
-            params=keep(params, state.params),
-            opt_state=keep(opt_state, state.opt_state),
-            variables=keep(variables, state.variables),
-            nonfinite_total=state.nonfinite_total + bad,
-            nonfinite_run=(state.nonfinite_run + 1) * bad,
-        )
-        metrics["train/grad_norm"] = norm
-        # The optimiser counts only the steps that it took.
-        steps_taken = state.step - state.nonfinite_total
-        metrics["train/learning_rate"] = jnp.asarray(schedule(steps_taken), jnp.float32)
-        metrics["train/nonfinite_total"] = new_state.nonfinite_total
-        metrics["train/nonfinite_run"] = new_state.nonfinite_run
-        return new_state, metrics
-
-    return train_step
 
 
 def batch_shapes(config, rows, mesh, rules):
@@ -227,6 +94,132 @@ def batch_shapes(config, rows, mesh, rules):
     }
 
 
+# ---- training ------------------------------------------------------------------------------------
+
+
+def make_train_step(
+    model, optimizer, schedule, config, *, total_steps, groups=1, teacher=None, start=0
+):
+    """train_step(state, batch, seed, teacher_variables=None) -> (state, metrics), to be jitted with
+    the state donated.
+
+    The objective is  sum(weight * cross-entropy) / sum(weight)  over the whole batch plus the
+    weighted sown losses of the whole batch, and with a teacher plus the weighted mean of
+    KL(teacher || model). With `config.train.accumulation` = A it is summed over A micro-batches of
+    every A-th row, and gradient and metrics are those of the whole batch: a first pass over the
+    micro-batches adds up the Means that the sown losses need. That pass costs almost nothing for a
+    loss that is one mean over tokens, whose number the batch alone decides, and a forward pass
+    without the output layer for a loss that is not linear in means (`load_balance`).
+
+    A step whose loss or gradient is not finite changes neither parameters nor optimiser state, and
+    is counted. The seed is an argument, so that runs of several seeds share one compilation.
+
+    Args:
+      groups: number of shards of the batch axis (see `losses.chunked_cross_entropy`).
+      teacher: the model of `config.losses.distill`, in evaluation mode on the same tokens; its
+        variables are an argument of the step, neither trained nor part of the state. None: no such
+        loss.
+      start: the first step of the current stage of capacity. Thresholds are reset there: earlier
+        ones belong to another capacity.
+    """
+    loss_weights = as_dict(config.losses)
+
+    def train_step(state, batch, seed, teacher_variables=None):
+        if start:
+            variables = reset_threshold_steps(state.variables, state.step == start)
+            state = state.replace(variables=variables)
+        step_key = jax.random.fold_in(jax.random.key(seed), state.step)
+        total_weight = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
+        z_loss, distill = (
+            losses.coefficient(loss_weights[name], state.step, total_steps, name)
+            for name in ("z_loss", "distill")
+        )
+
+        def keys(index):
+            key = jax.random.fold_in(step_key, index)
+            return {"dropout": jax.random.fold_in(key, 0), "routing": jax.random.fold_in(key, 1)}
+
+        def weighted(sown):
+            return losses.weighted_sum(sown, loss_weights, state.step, total_steps)
+
+        def forward(params, batch, index):
+            variables = {"params": params, **state.variables}
+            return _features(model, variables, batch, keys(index), train=True)
+
+        def teacher_outputs(batch, index):
+            x_BTD, _ = _features(teacher, teacher_variables, batch, keys(index), train=False)
+            head = teacher.head_params(teacher_variables["params"])
+            return losses.Teacher(teacher.head_fn, head, x_BTD)
+
+        def objective(params, batch, index, totals):
+            """(objective of a micro-batch, ((its sums, its sown Means), running averages))."""
+            x_BTD, mutated = forward(params, batch, index)
+            options = dict(z_loss=z_loss, distill=distill)
+            if teacher is not None:
+                options["teacher"] = teacher_outputs(batch, index)
+            sums = _loss_sums(model, params, x_BTD, batch, config, groups, **options)
+            sown = {name: batch_means.sown(mutated, name) for name in ("losses", "stats")}
+            extra = weighted(losses.collect_sown(sown["losses"], totals))
+            averages = {name: mutated[name] for name in state.variables}
+            return sums.total / total_weight + extra, ((sums, sown), averages)
+
+        def gradients(batch, index, totals=None):
+            grads, (added, averages) = jax.grad(objective, has_aux=True)(
+                state.params, batch, index, totals
+            )
+            return (grads, *added), averages
+
+        def means_of_losses(batch, index):
+            _, mutated = forward(state.params, batch, index)
+            return batch_means.sown(mutated, "losses"), None
+
+        if config.train.accumulation == 1:
+            (grads, sums, sown), variables = gradients(batch, 0)
+        else:
+            batches = _micro_batches(batch, config.train.accumulation)
+            totals, _ = _sum_over_micro_batches(means_of_losses, batches)
+            (grads, sums, sown), variables = _sum_over_micro_batches(
+                lambda batch, index: gradients(batch, index, totals), batches
+            )
+            variables = _average_variables(variables, batches)
+
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        sown_losses, norm = losses.collect_sown(sown["losses"]), optim.grad_norm(opt_state)
+        value = sums.total / total_weight + weighted(sown_losses)
+        is_finite = jnp.isfinite(value) & jnp.isfinite(norm)
+        is_skipped = (~is_finite).astype(jnp.int32)
+
+        def if_finite(new, old):
+            return jax.tree.map(lambda a, b: jnp.where(is_finite, a, b), new, old)
+
+        new_state = TrainState(
+            step=state.step + 1,
+            params=if_finite(optax.apply_updates(state.params, updates), state.params),
+            opt_state=if_finite(opt_state, state.opt_state),
+            variables=if_finite(variables, state.variables),
+            nonfinite_total=state.nonfinite_total + is_skipped,
+            nonfinite_run=(state.nonfinite_run + 1) * is_skipped,
+        )
+        # The optimiser counts only the steps that it took.
+        rate = schedule(state.step - state.nonfinite_total)
+        metrics = {
+            "train/objective": value,
+            "train/loss": sums.loss / total_weight,
+            "train/accuracy": sums.correct / total_weight,
+            "train/grad_norm": norm,
+            "train/learning_rate": jnp.asarray(rate, jnp.float32),
+            "train/nonfinite_total": new_state.nonfinite_total,
+            "train/nonfinite_run": new_state.nonfinite_run,
+            **{f"losses/{name}": loss for name, loss in sown_losses.items()},
+            **losses.collect_sown(sown["stats"]),
+        }
+        if teacher is not None:
+            metrics["losses/distill"] = sums.distance / total_weight
+        return new_state, metrics
+
+    return train_step
+
+
 def _micro_batches(batch, count):
     """Arrays [B, T] as [count, B / count, T]. Micro-batch i has the rows i, i + count, ..., so that
     every device keeps its own rows."""
@@ -238,26 +231,21 @@ def _micro_batches(batch, count):
     return jax.tree.map(split, batch)
 
 
-def _scan_micro_batches(function, batches):
+def _sum_over_micro_batches(function, batches):
     """Apply function(batch, index) -> (added, stacked) to each micro-batch.
 
     Returns: (the sum of `added`, `stacked` of all micro-batches along a new last axis).
     """
-    count = len(jax.tree.leaves(batches)[0])
-    first = jax.tree.map(lambda x: x[0], batches)
-    # Jitted so that `eval_shape` and the scan trace it once.
-    function = jax.jit(function, inline=True)
-    zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype),
-        jax.eval_shape(function, first, jnp.zeros((), jnp.int32))[0],
-    )
+    function = jax.jit(function, inline=True)  # so that `eval_shape` and the scan trace it once
+    count, first = len(batches["inputs"]), jax.tree.map(lambda x: x[0], batches)
+    shapes, _ = jax.eval_shape(function, first, jnp.zeros((), jnp.int32))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
     def body(totals, item):
-        index, batch = item
-        added, stacked = function(batch, index)
+        added, stacked = function(*item)
         return jax.tree.map(jnp.add, totals, added), stacked
 
-    totals, stacked = jax.lax.scan(body, zeros, (jnp.arange(count), batches))
+    totals, stacked = jax.lax.scan(body, zeros, (batches, jnp.arange(count)))
     return totals, jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), stacked)
 
 
@@ -270,10 +258,9 @@ def _average_variables(variables, batches):
     Args:
       variables: those after each micro-batch, along the last axis; all start from the same values.
     """
-    documents = batches.get("segment_ids")
-    real_ABT = jnp.ones_like(batches["inputs"], bool) if documents is None else documents > 0
+    documents = batches.get("segment_ids", jnp.ones_like(batches["inputs"]))
     # A batch of padding alone weights all micro-batches equally.
-    tokens_A = jnp.maximum(jnp.sum(real_ABT, axis=(1, 2), dtype=jnp.float32), 1e-6)
+    tokens_A = jnp.maximum(jnp.sum(documents > 0, axis=(1, 2), dtype=jnp.float32), 1e-6)
 
     def average(x):
         if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -284,54 +271,72 @@ def _average_variables(variables, batches):
     return jax.tree.map(average, variables)
 
 
-def _features(model, params, variables, batch, keys, *, train):
+# ---- forward pass and loss -----------------------------------------------------------------------
+
+
+def _features(model, variables, batch, rngs, *, train):
     """(input of the output layer [B, T, D], mutated collections) of one batch."""
     return model.apply_to_batch(
-        {"params": params, **variables},
+        variables,
         batch,
         train=train,
         method="features",
-        rngs=keys,
+        rngs=rngs,
         mutable=("losses", "stats", batch_means.COLLECTION) + (("state",) if train else ()),
     )
 
 
-def _loss_sums(model, params, x_BTD, batch, config, groups, z_loss, teacher=None, distill=0.0):
+def _loss_sums(
+    model,
+    params,
+    x_BTD,
+    batch,
+    config,
+    groups,
+    *,
+    teacher=None,
+    with_gradients=True,
+    **coefficients,
+):
     """LossSums of features [B, T, D]; logits of `loss_chunk` positions at a time.
 
-    teacher: `losses.Teacher` or None.
+    Args:
+      teacher: `losses.Teacher` or None. coefficients: z_loss, distill.
     """
-    head = model.head_params(params)
-    chunk = config.train.loss_chunk
-    if chunk and chunk < x_BTD.shape[1]:
-        # Devices that share a sequence go over their own part of it, as if it were a row.
-        parts = sharding.ways("length")
-        rows = [_as_rows(y, groups, parts) for y in (x_BTD, batch["targets"], batch["weights"])]
+    head, chunk = model.head_params(params), config.train.loss_chunk
+    if not chunk or chunk >= x_BTD.shape[1]:
+
+        def logits(head_fn, head, x_BTD):
+            return sharding.constrain(head_fn(head, x_BTD), "batch", "length", "act_vocab")
+
         if teacher is not None:
-            teacher = teacher._replace(x_BTD=_as_rows(teacher.x_BTD, groups, parts))
-        return losses.chunked_cross_entropy(
-            model.head_fn,
-            head,
-            *rows,
-            chunk=chunk,
-            z_loss=z_loss,
-            groups=groups * parts,
-            sum_groups=model.sum_head_gradients,
-            teacher=teacher,
-            distill=distill,
-        )
-
-    def logits(head_fn, head, x_BTD):
-        return sharding.constrain(head_fn(head, x_BTD), "batch", "length", "act_vocab")
-
-    return losses.cross_entropy(
-        logits(model.head_fn, head, x_BTD),
-        batch["targets"],
-        batch["weights"],
-        z_loss,
-        teacher_logits_BTV=None if teacher is None else logits(*teacher),
-        distill=distill,
+            coefficients["teacher_logits_BTV"] = logits(*teacher)
+        logits_BTV = logits(model.head_fn, head, x_BTD)
+        return losses.cross_entropy(logits_BTV, batch["targets"], batch["weights"], **coefficients)
+    # Devices that share a sequence go over their own part of it, as if it were a row.
+    parts = sharding.ways("length")
+    rows = [_as_rows(y, groups, parts) for y in (x_BTD, batch["targets"], batch["weights"])]
+    if teacher is not None:
+        teacher = teacher._replace(x_BTD=_as_rows(teacher.x_BTD, groups, parts))
+    return losses.chunked_cross_entropy(
+        model.head_fn,
+        head,
+        *rows,
+        chunk=chunk,
+        groups=groups * parts,
+        sum_groups=model.sum_head_gradients,
+        teacher=teacher,
+        with_gradients=with_gradients,
+        **coefficients,
     )
+
+
+def _as_rows(x_BT, groups, parts):
+    """[B, T, ...] -> [B * parts, T / parts, ...], in the order in which devices hold the parts of
+    sequences: within each group of rows, the first part of every row, then the second."""
+    batch, length, *rest = x_BT.shape
+    x = x_BT.reshape(groups, batch // groups, parts, length // parts, *rest)
+    return jnp.swapaxes(x, 1, 2).reshape(batch * parts, length // parts, *rest)
 
 
 def logits_bytes(model, config, mesh, rules, rows):
@@ -344,12 +349,7 @@ def logits_bytes(model, config, mesh, rules, rows):
     return 4 * rows * positions * model.vocab_size // split
 
 
-def _as_rows(x_BT, groups, parts):
-    """[B, T, ...] -> [B * parts, T / parts, ...], in the order in which devices hold the parts of
-    sequences: within each group of rows, the first part of every row, then the second."""
-    batch, length, *rest = x_BT.shape
-    x = x_BT.reshape(groups, batch // groups, parts, length // parts, *rest)
-    return jnp.swapaxes(x, 1, 2).reshape(batch * parts, length // parts, *rest)
+# ---- evaluation ----------------------------------------------------------------------------------
 
 
 def evaluation_keys(seed, index):
@@ -370,9 +370,9 @@ def make_eval_step(model, config, *, groups=1):
     """
 
     def eval_step(params, variables, batch, seed, index):
-        keys = evaluation_keys(seed, index)
-        x_BTD, mutated = _features(model, params, variables, batch, keys, train=False)
-        sums = _loss_sums(model, params, x_BTD, batch, config, groups, 0.0)
+        rngs = evaluation_keys(seed, index)
+        x_BTD, mutated = _features(model, {"params": params, **variables}, batch, rngs, train=False)
+        sums = _loss_sums(model, params, x_BTD, batch, config, groups, with_gradients=False)
         real_tokens = batch["weights"].size
         if "segment_ids" in batch:
             real_tokens = jnp.maximum(jnp.sum(batch["segment_ids"] > 0), 1)

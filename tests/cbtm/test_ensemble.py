@@ -121,7 +121,6 @@ def test_cached_decoding_is_the_full_forward_pass(changes, n):
         expected = mixture_logits(model, forward, variables, ids[begin:end], log_w)
         assert expected[ids[end]] > expected.max() - 1e-4, end
     assert weighed.usage(n)[1] > 0 and sampler.stats["new_tokens"] == n
-    assert (sampler.stats["slides"] >= 2) == (begin > 0)
     assert len(set(ids)) > 3  # not one token over and over
 
 

@@ -12,9 +12,8 @@ from efx.data.tokenizers import ByteTokenizer, CharTokenizer
 from efx.train import messages
 
 
-def closing_hints(monkeypatch, tokenizer, text, prompt, tensorboard=True, script=None, module=None):
-    """The lines at the end of a run; TensorBoard is installed as a script, a module, or not."""
-    monkeypatch.setattr(messages.shutil, "which", lambda name: script)
+def closing_hints(monkeypatch, tokenizer, text, prompt, tensorboard=True, module=None):
+    """The lines at the end of a run; module: that of TensorBoard, None where it is missing."""
     monkeypatch.setattr(messages.importlib.util, "find_spec", lambda name: module)
     batch = {"inputs": np.array([tokenizer.encode(text)])}
     data = SimpleNamespace(tokenizer=tokenizer, eval_batches=lambda size, most: iter([batch]))
@@ -33,31 +32,27 @@ def test_a_long_run_on_a_cpu_is_pointed_to_small_variants():
     assert 20 <= days <= 40
 
 
-def test_the_suggested_prompt_is_one_that_the_tokenizer_has(monkeypatch):
-    chars, text = CharTokenizer("天地玄黃 "), "天地玄黃 天地玄黃 玄黃"
+CHARACTERS, TEXT = CharTokenizer("天地玄黃 "), "天地玄黃 天地玄黃 玄黃"
 
+
+def test_the_suggested_prompt_is_one_that_the_tokenizer_has(monkeypatch):
     def prompt(*arguments):
         return re.search(r"a run'(.*)", closing_hints(monkeypatch, *arguments)[0])[1]
 
-    assert prompt(chars, text, "地玄 ") == " --prompt '地玄 '"
-    assert prompt(chars, text, "def ") == " --prompt '天地玄黃'"  # its tokenizer has no "d"
-    assert prompt(ByteTokenizer(), "of words that it saw", "def ") == " --prompt 'def '"
+    assert prompt(CHARACTERS, TEXT, "地玄 ") == " --prompt '地玄 '"
+    assert prompt(CHARACTERS, TEXT, "def ") == " --prompt '天地玄黃'"  # its tokenizer has no "d"
     assert prompt(ByteTokenizer(), "x", "\n") == ""  # the config's, without a flag
 
 
 def test_the_suggested_commands_fit_the_installation(monkeypatch):
-    monkeypatch.delenv("EFX_COMMAND", raising=False)
-    chars, text = CharTokenizer("天地玄黃 "), "天地玄黃 天地玄黃 玄黃"
+    def last_line(**options):
+        return closing_hints(monkeypatch, CHARACTERS, TEXT, "地", **options)[-1]
 
-    def tensorboard(**options):
-        return closing_hints(monkeypatch, chars, text, "地", **options)[2].partition("at it:")[2]
-
-    assert tensorboard(script="/bin/tensorboard").strip().startswith("tensorboard --logdir ")
-    assert "-m tensorboard.main --logdir " in tensorboard(module="here")
-    assert "pip install tensorboard" in tensorboard()
-    assert "metrics.jsonl" in tensorboard(tensorboard=False)
+    assert "-m tensorboard.main --logdir " in last_line(module="here")
+    assert "pip install tensorboard" in last_line()
+    assert "metrics.jsonl" in last_line(tensorboard=False)
     monkeypatch.setenv("EFX_COMMAND", "./launch/local.sh")
-    lines = closing_hints(monkeypatch, chars, text, "地")
+    lines = closing_hints(monkeypatch, CHARACTERS, TEXT, "地")
     assert lines[0].count("./launch/local.sh --mode=sample") == 1
 
 

@@ -14,7 +14,7 @@ from efx.data.pipeline import Data
 from efx.data.stream import Stream, TokenSplit
 from efx.data.tokenizers import ByteTokenizer
 from efx.parallel import sharding
-from efx.train import optim, step
+from efx.train import step
 
 ROWS, LENGTH = 8, 16
 
@@ -72,47 +72,39 @@ DROPOUT = {"depth": 1, "dropout.kind": "standard", "dropout.rate": 0.5}
 EXPERTS = {"depth": 1, "mlp.kind": "moe", "mlp.moe.num_experts": 4, "mlp.moe.expert_hidden": 16}
 
 
-def packed(rows=ROWS, length=LENGTH):
-    """Rows of two documents, of which every second row has far more padding."""
-    rng = np.random.default_rng(0)
-    segments_BT = np.zeros((rows, length), np.int32)
-    positions_BT = np.zeros((rows, length), np.int32)
-    for row, segments in enumerate(segments_BT):
-        for segment, size in enumerate([3, 1 + row // 2] if row % 2 else [length // 2, 5], 1):
-            start = np.count_nonzero(segments)
-            segments[start : start + size] = segment
-            positions_BT[row, start : start + size] = np.arange(size)
-    tokens = rng.integers(0, families.VOCAB, (2, rows, length)).astype(np.int32)
-    weights_BT = (segments_BT > 0).astype(np.float32)
+def packed():
+    """Rows of two documents; every second row has far more padding."""
+    tokens = np.random.default_rng(0).integers(0, families.VOCAB, (2, ROWS, LENGTH))
+    segments, positions = [], []
+    for row in range(ROWS):
+        first, second = (3, 1 + row // 2) if row % 2 else (LENGTH // 2, 5)
+        padding = LENGTH - first - second
+        segments.append(np.repeat([1, 2, 0], [first, second, padding]))
+        positions.append(np.r_[:first, :second, [0] * padding])
     return {
-        "inputs": tokens[0],
-        "targets": tokens[1],
-        "weights": weights_BT,
-        "positions": positions_BT,
-        "segment_ids": segments_BT,
+        "inputs": np.int32(tokens[0]),
+        "targets": np.int32(tokens[1]),
+        "weights": np.float32(np.sign(segments)),
+        "positions": np.int32(positions),
+        "segment_ids": np.int32(segments),
     }
 
 
-def gradient_keeper():
-    """An optimiser that stores the gradient and changes nothing."""
-
-    def update(gradient, state, params):
-        state = gradient, optim.GradNormState(optax.tree.norm(gradient))
-        return jax.tree.map(jnp.zeros_like, gradient), state
-
-    zero = optim.GradNormState(jnp.zeros(()))
-    return optax.GradientTransformation(lambda params: (params, zero), update)
+KEEP_GRADIENT = optax.chain(
+    optax.snapshot("gradient", lambda gradient: gradient),
+    optax.snapshot("grad_norm", optax.tree.norm),
+    optax.set_to_zero(),
+)
 
 
-def settings(changes, accumulation, **train):
+def settings(changes, accumulation, loss_chunk=0):
     config = families.small_config(changes)
-    config.train.update(accumulation=accumulation, **train)
-    for loss in config.losses:
-        config.losses[loss] = 0.7
+    config.train.update(accumulation=accumulation, loss_chunk=loss_chunk)
+    config.losses.update(dict.fromkeys(config.losses, 0.7))
     return config
 
 
-def make_step(changes, accumulation, teacher_changes=None, **train):
+def make_step(changes, accumulation, teacher_changes=None, loss_chunk=0):
     """(train_step(state, batch, seed, number=0), the state of step 0) of a model."""
     model = families.make(changes, context=LENGTH)
     params, variables = families.random_params(model), families.random_state(model)
@@ -120,25 +112,26 @@ def make_step(changes, accumulation, teacher_changes=None, **train):
     if teacher_changes is not None:
         teacher = families.make(teacher_changes, context=LENGTH)
         teacher_variables = {"params": families.random_params(teacher, seed=1)}
-    config = settings(changes, accumulation, **train)
+    config = settings(changes, accumulation, loss_chunk)
     train_step = step.make_train_step(
-        model, gradient_keeper(), lambda count: 0.0, config, total_steps=9, teacher=teacher
+        model, KEEP_GRADIENT, lambda count: 0.0, config, total_steps=9, teacher=teacher
     )
-    zero = jnp.zeros((), jnp.int32)
-    opt_state = params, optim.GradNormState(jnp.zeros(()))
-    state = step.TrainState(zero, params, opt_state, variables, zero, zero)
+    state = step.state_of({"params": params, **variables}, KEEP_GRADIENT)
 
     def run(state, batch, seed=0, number=0):
-        return train_step(
-            state.replace(step=zero + number), batch, jnp.uint32(seed), teacher_variables
-        )
+        state = state.replace(step=jnp.int32(number))
+        return train_step(state, batch, jnp.uint32(seed), teacher_variables)
 
     return run, state
 
 
+def gradient_of(state):
+    return optax.tree.get(state.opt_state, "gradient")
+
+
 def results(state, metrics):
     return jax.device_get(
-        {"gradient": state.opt_state[0], "averages": state.variables, "metrics": metrics}
+        {"gradient": gradient_of(state), "averages": state.variables, "metrics": metrics}
     )
 
 
@@ -208,7 +201,7 @@ def test_the_gradient_of_micro_batches_is_that_of_the_reported_objective():
     @functools.partial(jax.grad, has_aux=True)
     def exact_and_given(params):
         after, metrics = run(state.replace(params=params), batch)
-        return metrics["train/objective"], after.opt_state[0]
+        return metrics["train/objective"], gradient_of(after)
 
     exact, given = exact_and_given(state.params)
     families.assert_trees_close(given, exact, rtol=1e-4, atol=1e-6)
@@ -222,7 +215,7 @@ def test_micro_batches_steps_and_seeds_draw_different_masks():
     step_of = families.jit(run)
 
     def gradient(batch, seed=0, number=0):
-        gradients = step_of(state, batch, seed, number)[0].opt_state[0]
+        gradients = gradient_of(step_of(state, batch, seed, number)[0])
         return gradients["layers"]["block_0"]["mlp"]["up"]["kernel"]
 
     one = gradient(once)

@@ -1,0 +1,61 @@
+"""Evaluation changes nothing of a training and is repeatable from a checkpoint."""
+
+import json
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import run_files
+
+from efx.config.load import config_of_run
+from efx.logging import read_metrics
+from efx.train import finished_run, trainer
+
+STEPS = 3
+MOD = {
+    "steps": STEPS,
+    "model.depth_routing.kind": "mod",
+    "model.depth_routing.every": 1,
+    "model.depth_routing.capacity": 0.5,
+    "model.depth_routing.train_selection": "threshold",
+    "model.depth_routing.threshold_warmup": 1,
+    "model.depth_routing.causal": "threshold",
+    "evaluate.calibrate": 1,  # sets other thresholds for an evaluation
+    "evaluate.repeated_rows": 8,
+    "evaluate.max_batches": 2,
+}
+
+
+def bytes_of(checkpoint):
+    """{path: (dtype, shape, bytes)} of the arrays in a checkpoint."""
+    state = ocp.PyTreeCheckpointer().restore(checkpoint / "state")
+    return {
+        jax.tree_util.keystr(path): (leaf.dtype, leaf.shape, np.asarray(leaf).tobytes())
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    }
+
+
+@pytest.mark.usefixtures("one_device")
+def test_evaluation_changes_no_bit_of_a_training_and_is_repeatable(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 80)
+    runs = {every: tmp_path / f"every_{every}" for every in (0, 1)}
+    for every, workdir in runs.items():
+        config = run_files.tiny(text, **MOD, **{"evaluate.every": every})
+        trainer.train_and_evaluate(config, workdir)
+    last = [workdir / "checkpoints" / str(STEPS) for workdir in runs.values()]
+    states = [bytes_of(checkpoint) for checkpoint in last]
+    assert states[0] == states[1]
+    assert any("threshold" in path for path in states[0])
+    positions = [json.loads((checkpoint / "data/metadata").read_text()) for checkpoint in last]
+    assert positions[0] == positions[1]
+    rows = [{row["step"]: row for row in read_metrics(workdir)} for workdir in runs.values()]
+    for step in range(1, STEPS + 1):
+        for name in ("tokens", "train/loss", "router/decided_fraction"):
+            assert rows[0][step][name] == rows[1][step][name]
+        assert "eval/loss" in rows[1][step]
+    for workdir, row in zip(runs.values(), (rows[0][STEPS], rows[1][STEPS]), strict=True):
+        again = finished_run.evaluate(config_of_run(workdir), workdir)
+        evaluated = {name: value for name, value in row.items() if name.startswith("eval/")}
+        assert again == evaluated and evaluated["eval/repeated/gain"]
