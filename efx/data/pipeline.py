@@ -129,19 +129,17 @@ class Data:
     # ---- packing ---------------------------------------------------------------------------------
 
     def check_packing(self):
-        """UsageError if there is nothing to pack."""
+        """UsageError if the training split is one document."""
         if "train" in self._streams and len(self.documents("train")) < 2:
             raise UsageError(
                 "config.data.packing=True: the training split of "
                 f"config.data.source={self._config.source!r} is one document; set "
                 "config.data.packing=False"
             )
-        for split in self._streams:
-            self._packing(split)
 
     def _packing(self, split):
         if split not in self._packings:
-            packing = Packing(
+            self._packings[split] = Packing(
                 self._streams[split],
                 self.documents(split),
                 self.tokenizer.eot,
@@ -149,12 +147,6 @@ class Data:
                 {"train": "length", "eval": "document"}[split],
                 self._seed,
             )
-            if not len(packing):
-                raise UsageError(
-                    f"config.data.packing=True: no document of the {corpus.SPLIT_NAMES[split]} "
-                    "has two tokens, the least for one prediction"
-                )
-            self._packings[split] = packing
         return self._packings[split]
 
     # ---- bits per byte ---------------------------------------------------------------------------

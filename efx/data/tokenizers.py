@@ -47,18 +47,15 @@ class Tokenizer:
         vocabulary."""
         raise NotImplementedError
 
-    def encode_documents(self, documents, report=None):
+    def encode_documents(self, documents):
         """Yield the ids of each document, after `start` unless the document is empty.
 
         Args:
           documents: iterable of (name, bytes); errors contain the name.
-          report: called with numbers of encoded characters or bytes.
         """
         for name, data in documents:
             with naming(name):
                 ids = self.encode(data)
-            if report:
-                report(len(data))
             yield ids
 
     def token_bytes(self):
@@ -124,7 +121,7 @@ class ByteTokenizer(Tokenizer):
             text = text.encode("utf-8", "surrogateescape")  # as in sys.argv
         return np.frombuffer(text, np.uint8).astype(np.int32)
 
-    def encode_documents(self, documents, report=None):
+    def encode_documents(self, documents):
         """Yield the ids of each document; warn about the first one that is not UTF-8."""
         warned = False
         for name, data in documents:
@@ -135,7 +132,7 @@ class ByteTokenizer(Tokenizer):
                     "unchanged; convert the files if they should be text",
                     name,
                 )
-            yield from super().encode_documents([(name, data)], report)
+            yield from super().encode_documents([(name, data)])
 
     def token_bytes(self):
         return [bytes([i]) for i in range(256)] + [b""]
@@ -223,17 +220,12 @@ def ready(spec):
         return ByteTokenizer()
     if kind == "file":
         return load_tokenizer(argument)
-    if kind == "hf":
-        return load_tokenizer(_download(spec, argument))
-    return None
-
-
-def _download(spec, name):
-    """Path of the tokenizer.json of a model on the Hugging Face hub, in the hub's own cache."""
+    if kind != "hf":
+        return None
     import huggingface_hub
 
     try:
-        return huggingface_hub.hf_hub_download(name, "tokenizer.json")
+        path = huggingface_hub.hf_hub_download(argument, "tokenizer.json")
     except Exception as error:  # the hub's libraries raise many unrelated types
         first_line = (str(error).splitlines() or [""])[0][:200]
         raise UsageError(
@@ -241,6 +233,7 @@ def _download(spec, name):
             f"({type(error).__name__}: {first_line}); check the name and the network, or use "
             "the path of its tokenizer.json"
         ) from error
+    return load_tokenizer(path)
 
 
 def load_tokenizer(path):

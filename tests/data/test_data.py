@@ -23,7 +23,6 @@ from data_helpers import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from refusals import refused
 
 from efx.data import tokenizers, write_token_shards
 
@@ -59,12 +58,6 @@ def test_epochs_differ_in_order_and_offset(tmp_path):
     epochs = [batch["inputs"][:, 0] for batch in take(data.train_iterator(), 20)]
     assert len({int(starts.min()) for starts in epochs}) > 5
     assert len({tuple(starts - starts.min()) for starts in epochs}) == 20
-
-
-def test_random_windows_reach_every_start(tmp_path):
-    data = counting_data(tmp_path, 20, seq_len=8, batch_size=16, shuffle="random")
-    batches = take(data.train_iterator(), 20)
-    assert {int(start) for batch in batches for start in batch["inputs"][:, 0]} == {*range(12)}
 
 
 @pytest.mark.parametrize("shuffle", ["windows", "random"])
@@ -346,31 +339,6 @@ def test_rows_are_well_filled_and_their_order_depends_on_the_seed(tmp_path):
     first, second = (next(each.train_iterator())["segment_ids"] for each in (data, other))
     assert (first != second).any()
     same(next(iter(data.eval_batches(40))), next(iter(other.eval_batches(40))))
-
-
-def test_every_packed_row_is_trained_on_once_an_epoch(folder, tmp_path):
-    settings = dict(split="documents", packing=True, seq_len=20, batch_size=1)
-    data = open_data(make_config(f"text:{folder}", tmp_path, **settings))
-    iterator, count = data.train_iterator(), len(epoch(data))
-    epochs = [
-        [b["inputs"].tobytes() + b["segment_ids"].tobytes() for b in itertools.islice(iterator, n)]
-        for n in (count, count)
-    ]
-    assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
-
-
-def test_documents_of_one_token_cannot_be_packed(tmp_path):
-    """Without an end of documents nothing in them can be predicted."""
-    (tmp_path / "text").mkdir()
-    for letter in "abcdefgh":
-        (tmp_path / "text" / letter).write_text(letter)
-    settings = dict(split="documents", packing=True, seq_len=1, tokenizer="chars")
-    config = make_config(f"text:{tmp_path / 'text'}", tmp_path, **settings)
-    data = open_data(config)
-    refused(data.check_packing, "config.data.packing=True", "training")
-    refused(lambda: data.scored_tokens("eval"), "config.data.packing=True", "held-out")
-    config.tokenizer = "bytes"
-    assert open_data(config).scored_tokens("eval")
 
 
 def test_token_shards_are_one_stream_of_documents(tmp_path):

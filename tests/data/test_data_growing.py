@@ -25,7 +25,7 @@ HEAD_BYTES = 2000  # of the some 7000 bytes of TEXTS
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Small files, a small head, and no tokens ahead of those that training waits for."""
-    monkeypatch.setattr(growing, "_SHARD_TOKENS", 100)
+    monkeypatch.setattr(growing, "_FILE_TOKENS", 100)
     monkeypatch.setattr(growing, "_TOKENS_AHEAD", 0)
     monkeypatch.setattr(growing, "_POLL_SECONDS", 0.002)
     monkeypatch.setattr(held_out, "HEAD_BYTES", HEAD_BYTES)
@@ -84,23 +84,6 @@ def test_training_begins_before_the_text_is_tokenised(tmp_path):
     assert sorted(place(ids, row) for row in first["inputs"].tolist()) == [0, 16, 32, 48]
 
 
-def test_windows_come_once_an_epoch_in_the_order_of_the_text(tmp_path):
-    data = open_data(growing_config(tmp_path))
-    ids, rows = token_ids(data, "train"), 4
-    count = len(ids) // 16 - 1
-    batches = take(data.train_iterator(), 2 * count // rows + 2)
-    windows = np.concatenate([batch["inputs"] for batch in batches])
-    first, second = windows[:count], windows[count : 2 * count]
-    expected = np.array(ids[: count * 16]).reshape(count, 16)
-    assert sorted(map(tuple, first)) == sorted(map(tuple, expected))
-    blocks = [sorted(map(tuple, w)) for w in (first[:4], expected[:4])]  # of 64 tokens
-    assert blocks[0] == blocks[1] and not np.array_equal(first, expected)
-    # The second epoch is shuffled throughout, from another offset.
-    places = [place(ids, window.tolist()) for window in second]
-    assert len({place % 16 for place in places}) == 1
-    assert np.abs(np.diff(places)).mean() > 500
-
-
 def test_every_block_and_every_seed_has_its_own_order(tmp_path):
     config, orders = growing_config(tmp_path, buffer_tokens=256), []  # blocks of 16 windows
     for seed in (3, 4):
@@ -134,17 +117,6 @@ def test_batches_do_not_depend_on_interruptions_of_the_writer(tmp_path):
         same(batch, other)
     two = open_data(config).train_iterator(start_step=7, rows=[1, 3])
     same(next(two), {k: v[[1, 3]] for k, v in expected[7].items()})
-
-
-def test_two_runs_that_share_a_cache_do_not_wait_for_each_other(tmp_path):
-    config = growing_config(tmp_path)
-    one, two = (open_data(config).train_iterator() for _ in range(2))
-    batches = [next(one)]
-    batches_of_two = take(two, 60)
-    batches += take(one, 79)
-    batches_of_two += take(two, 20)
-    for batch, other in zip(batches, batches_of_two, strict=True):
-        same(batch, other)
 
 
 def test_text_that_repeats_a_held_out_document_is_not_trained_on(tmp_path):

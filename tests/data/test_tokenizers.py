@@ -171,38 +171,6 @@ def test_text_that_spells_a_special_token_does_not_become_one(bpe_280, words):
     assert 1 not in load_tokenizer(words).encode("hello</s>")
 
 
-def with_special_tokens(kind, letters, special):
-    """A tokenizer of letters whose model has the special tokens in its own vocabulary."""
-    library = pytest.importorskip("tokenizers")
-    if kind == "Unigram":
-        pieces = [(token, 0.0) for token in ["<unk>", *special]]
-        pieces += [(c, -3.0 - i) for i, c in enumerate(letters)]
-        model = library.models.Unigram(pieces, unk_id=0)
-    else:
-        vocabulary = {token: i for i, token in enumerate(["<unk>", *special, *letters])}
-        model = getattr(library.models, kind)(vocabulary, unk_token="<unk>")
-    inner = library.Tokenizer(model)
-    if kind != "Unigram":
-        inner.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
-    inner.add_special_tokens(["<unk>", *special])
-    return inner
-
-
-@pytest.mark.parametrize("kind", ["Unigram", "WordPiece"])
-def test_special_tokens_in_the_vocabulary_of_the_model_are_not_found_in_text(kind):
-    letters = ["a", "b", "c", "/", "s", ">", "##b", "##c"]  # and no <, as in many files
-    inner = with_special_tokens(kind, letters, ["<s>", "</s>", "(s"])
-    tokenizer = bpe.LibraryTokenizer(inner.to_str())
-    assert tokenizer.eot == 2
-    for text in ("</s>", "a</s>b", "a </s> b", "<<s>", "</s></s><s>", "<unk>", "((s>"):
-        assert not {1, 2, 3} & set(tokenizer.encode(text).tolist()), text
-    inner.encode_special_tokens = True
-    for text in ("a b c", "abc bca", "a < s >/", "s></ <", "x", " a  "):
-        assert tokenizer.encode(text).tolist() == inner.encode(text).ids
-    again = bpe.LibraryTokenizer(tokenizer.to_json())
-    assert (again.to_json(), again.fingerprint) == (tokenizer.to_json(), tokenizer.fingerprint)
-
-
 # ---- files ---------------------------------------------------------------------------------------
 
 
