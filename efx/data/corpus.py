@@ -1,5 +1,6 @@
 """From documents to token arrays on disk: tokenise the pieces of a text, cache them."""
 
+import itertools
 import json
 import logging
 import time
@@ -44,7 +45,7 @@ def make_tokenizer(spec, name, key, pieces, root):
     def build(folder):
         log.info("training the tokenizer %s on %s", spec, name)
         if kind == "chars":
-            tokenizer = tokenizers.CharTokenizer(tokenizers.characters_of(texts()))
+            tokenizer = tokenizers.CharTokenizer(itertools.chain.from_iterable(texts()))
         else:
             tokenizer = bpe.train_bpe(texts(), size)
         tokenizer.save(folder / "tokenizer.json")

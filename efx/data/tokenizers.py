@@ -23,7 +23,6 @@ _MIN_BPE = 257  # 256 bytes and the end of a document
 # Four times the largest vocabulary in use. The library allocates all ids before it trains, and the
 # system kills a process that has no memory for them.
 _MAX_BPE = 1_000_000
-_STRIDE = 1 << 22  # characters encoded at a time
 _CODE_POINTS = 0x110000
 
 
@@ -147,28 +146,26 @@ class CharTokenizer(Tokenizer):
     kind, eot = "chars", None
 
     def __init__(self, characters):
-        codes = np.unique(np.array([ord(c) for c in characters], np.uint32))
-        if not len(codes):
+        """characters: iterable; repeated ones count once."""
+        self.characters = "".join(sorted(set(characters)))
+        if not self.characters:
             raise UsageError("a character tokenizer needs at least one character")
-        self.characters = "".join(map(chr, codes))
-        self.vocab_size = len(codes)
+        self.vocab_size = len(self.characters)
         self._id_of = np.full(_CODE_POINTS, -1, np.int32)
-        self._id_of[codes] = np.arange(len(codes))
+        self._id_of[_code_points(self.characters)] = np.arange(self.vocab_size)
         self._table = [c.encode() for c in self.characters]
 
     def encode(self, text):
         """int32[n]. Raises UsageError for a character outside of the vocabulary."""
-        text, chunks = text_of(text, self.kind), [np.empty(0, np.int32)]
-        for start in range(0, len(text), _STRIDE):
-            ids = self._id_of[_codes(text[start : start + _STRIDE])]
-            if ids.min() < 0:
-                position = start + int(np.argmax(ids < 0))
-                raise UsageError(
-                    f"the character {text[position]!r} at {position} is not one of the "
-                    f"{self.vocab_size} characters of the tokenizer"
-                )
-            chunks.append(ids)
-        return np.concatenate(chunks)
+        text = text_of(text, self.kind)
+        ids = self._id_of[_code_points(text)]
+        if len(ids) and ids.min() < 0:
+            position = int(np.argmax(ids < 0))
+            raise UsageError(
+                f"the character {text[position]!r} at {position} is not one of the "
+                f"{self.vocab_size} characters of the tokenizer"
+            )
+        return ids
 
     def token_bytes(self):
         return self._table
@@ -280,15 +277,6 @@ def text_of(text, kind):
         ) from error
 
 
-def _codes(text):
+def _code_points(text):
     """uint32[n]: the code points of `text`."""
     return np.frombuffer(text.encode("utf-32-le"), "<u4")
-
-
-def characters_of(texts):
-    """The characters that occur in `texts`, in the order of code points."""
-    occurs = np.zeros(_CODE_POINTS, bool)
-    for text in texts:
-        for i in range(0, len(text), _STRIDE):
-            occurs[_codes(text[i : i + _STRIDE])] = True
-    return "".join(map(chr, np.flatnonzero(occurs)))
