@@ -56,8 +56,7 @@ class OpenedTexts:
             self._refuse_changes(recorded_origin)
         if not self.source:
             return
-        if self.eval_source:
-            self._refuse_shared_tokens()
+        self._refuse_shared_shards()
         if not self.eval_source or c.withhold:
             self.origin |= self._decision(recorded_origin, is_recorded_text)
         self.subset = Subset.load(c.subset) if c.subset else None
@@ -88,16 +87,11 @@ class OpenedTexts:
                     f"{str(recorded[key])[:8]} then, {self.origin[key][:8]} now): {remedy}"
                 )
 
-    def _refuse_shared_tokens(self):
-        """UsageError if tokens of the eval_source are trained on, too.
+    def _refuse_shared_shards(self):
+        """UsageError if a shard of the eval_source is trained on, too.
 
         Documents of both texts are dropped from training; shards have no documents.
         """
-        if self.origin["source"] == self.origin["eval_source"]:
-            raise UsageError(
-                f"{self.eval_source.name} has the same text as {self.source.name}: no text "
-                "remains for training; use another eval_source"
-            )
         if is_tokens(self.source) and is_tokens(self.eval_source):
             if name := self.eval_source.find_training_shard_of(self.source):
                 raise UsageError(
