@@ -216,7 +216,7 @@ def _serial_library():
     try:
         yield
     finally:
-        del os.environ[_PARALLELISM]
+        os.environ.pop(_PARALLELISM)
         if before is not None:
             os.environ[_PARALLELISM] = before
 

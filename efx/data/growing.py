@@ -129,13 +129,8 @@ class GrowingTokens:
         """Whether the text is complete."""
         return self._progress.finished
 
-    def begin(self):
-        """Start tokenising, while the caller prepares training."""
-        if not self.finished:
-            self._request(_TOKENS_AHEAD)
-
     def wait(self, count):
-        """Wait for `count` tokens or the end of the text.
+        """Wait for `count` tokens or the end of the text. The writer goes on to write ahead.
 
         Returns:
           The number of tokens.

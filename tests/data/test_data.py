@@ -16,7 +16,6 @@ from data_helpers import (
     refuse_data,
     same,
     take,
-    text_of,
     token_ids,
     write_folder,
     write_letters,
@@ -167,21 +166,6 @@ def test_evaluation_scores_every_target_once(length, seq_len, hosts, max_batches
         rows = -(-(length - 1) // seq_len)
         assert len(scored) > (6 * count - 1) * seq_len
         assert scored[-1] > (rows - math.ceil(rows / (6 * count)) - 1) * seq_len
-
-
-def test_evaluation_with_packing_scores_every_target_once(folder, tmp_path):
-    config = make_config(f"text:{folder}", tmp_path, split="documents", packing=True, seq_len=20)
-    data = open_data(config)
-    batches = list(data.eval_batches(4))
-    assert len(batches) == len(data.eval_batches(4))
-    assert sum(b["weights"].sum() for b in batches) == data.scored_tokens("eval")
-    texts = [text for path in folder.rglob("*.txt") if (text := path.read_text())]
-    heldout = [text for text in texts if text[0] in text_of(data, "eval")]
-    targets = np.concatenate([b["targets"][b["weights"] > 0] for b in batches])
-    assert sorted(targets) == sorted([*"".join(heldout).encode(), *[256] * len(heldout)])
-    same(batches[0], next(iter(data.eval_batches(4))))
-    for whole, part in zip(batches, data.eval_batches(4, rows=[0, 3]), strict=True):
-        same(part, {k: v[[0, 3]] for k, v in whole.items()})
 
 
 @pytest.mark.parametrize("seq_len, packing", [(4, False), (9, True)])
@@ -339,16 +323,3 @@ def test_rows_are_well_filled_and_their_order_depends_on_the_seed(tmp_path):
     first, second = (next(each.train_iterator())["segment_ids"] for each in (data, other))
     assert (first != second).any()
     same(next(iter(data.eval_batches(40))), next(iter(other.eval_batches(40))))
-
-
-def test_token_shards_are_one_stream_of_documents(tmp_path):
-    data = counting_data(tmp_path, 23, files=5, seq_len=4)
-    for start, stop in itertools.combinations(range(24), 2):
-        assert data.tokens("train", start, stop).tolist() == [*range(start, stop)]
-    # Without an end-of-document id each file is a document.
-    assert np.diff(data.documents("train")).ravel().tolist() == [5, 5, 5, 4, 4]
-    texts = ["ab", "c", "", "defg", "hi" * 4]
-    write_token_shards(tmp_path / "t", tokenizers.ByteTokenizer(), texts, texts, 4)
-    data = open_data(make_config(f"tokens:{tmp_path}/t", tmp_path, seq_len=4))
-    found = [data.tokenizer.decode(data.tokens("train", a, b)) for a, b in data.documents("train")]
-    assert found == [text for text in texts if text]

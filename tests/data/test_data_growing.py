@@ -197,8 +197,7 @@ def test_the_writer_survives_the_signals_that_stop_a_job(tmp_path):
     writer is a passing error: launchers start the run again."""
     data = open_data(growing_config(tmp_path))
     tokens = data._streams["train"]
-    tokens.begin()
-    wait_until(lambda: tokens.wait(1))
+    tokens.wait(1)
     for number in STOPPING:
         os.kill(writer_of(data).pid, number)
     further = len(tokens) + 300

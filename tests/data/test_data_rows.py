@@ -7,7 +7,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from data_helpers import make_config, open_data, read_texts, refuse_data, served_data_set
+from data_helpers import make_config, open_data, read_texts, refuse_data
 
 from efx.data import sources
 from efx.errors import PassingError
@@ -149,16 +149,13 @@ def test_a_hugging_face_data_set_needs_its_library(tmp_path, monkeypatch):
 
 def test_a_network_that_fails_is_a_passing_error(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets", reason="the extra `hf` is not installed")
-    for setting in ("STREAMING_OPEN_MAX_RETRIES", "STREAMING_READ_MAX_RETRIES"):  # the library's
-        monkeypatch.setattr(datasets.config, setting, 1)
-        monkeypatch.setattr(datasets.config, setting.replace("MAX_RETRIES", "RETRY_INTERVAL"), 0)
-    texts = [f"text {i}" for i in range(40)]
-    (tmp_path / "a.jsonl").write_bytes(lines(texts[:30]))
-    (tmp_path / "b.jsonl").write_bytes(lines(texts[30:]))
-    with served_data_set(tmp_path) as (source, server):
-        config = make_config(source, tmp_path, text_key="text")
-        opened = sources.open_source(config, tmp_path / "cache")
-        assert [document.data.decode() for document in opened.documents()] == texts
-        server.is_down = True
-        with pytest.raises(PassingError, match="row 30"):
-            list(opened.documents())
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set/a.jsonl").write_bytes(lines(TEXTS))
+
+    def rows(self):
+        yield {"text": "a"}
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(datasets.IterableDataset, "__iter__", rows)
+    with pytest.raises(PassingError, match="row 1"):
+        read(f"hf:{tmp_path}/set", tmp_path)
