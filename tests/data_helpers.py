@@ -37,7 +37,7 @@ def refuse_data(config, *names, **load):
 
 
 def counting_data(folder, length, eval_length=None, *, seed=3, files=1, **changes):
-    """Data whose token ids are their positions: `length` to train on, `eval_length` held out."""
+    """Data in which each token id is its position: `length` to train on, `eval_length` held out."""
     eval_length = eval_length or length // 2
     characters = map(chr, range(0x10000, 0x10000 + max(length, eval_length)))
     tokenizer = tokenizers.CharTokenizer(characters)
@@ -77,7 +77,7 @@ def write_records(path, records):
 
 
 def memory_source(texts):
-    """A source whose documents are the bytes `texts`."""
+    """A source of the documents `texts` (bytes)."""
 
     def documents():
         return (sources.Document(str(i), text) for i, text in enumerate(texts) if text)

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class OpenedTexts:
-    """The texts of a `config.data` block and what is held out of them.
+    """The texts of a `config.data` block and their held-out part.
 
     With config.data.shuffle="buffer" only `training_pieces` reads the whole source: the held-out
     documents, and a tokenizer that is trained on the source, depend on its head alone.
@@ -29,7 +29,7 @@ class OpenedTexts:
 
     Attributes:
       source, eval_source: opened texts; None where there is none, or it is not needed.
-      origin: what a run records about them, JSON-able: "source" and "eval_source", hashes of their
+      origin: a run's record of them, JSON-able: "source" and "eval_source", hashes of their
         content or None; "held_out", which part of the source is held out (see `held_out.decide` and
         `TokenShards.decide`), None if it is the eval_source instead; "of", the hash of the content
         for which this was decided.

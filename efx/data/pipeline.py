@@ -74,7 +74,7 @@ class Data:
       eval_tokens: tokens of the held-out split; 0 if it was not loaded.
       fingerprint: hash of the text, of how it is split, and of the tokenizer.
       subset: hash of the list that the training split is limited to, or None.
-      origin: what a run records about its text, see `opened.OpenedTexts`.
+      origin: a run's record of its text, see `opened.OpenedTexts`.
     """
 
     subset = origin = None
@@ -234,7 +234,7 @@ class Data:
         return EvalBatches(self, batch_size, max_batches, rows)
 
     def repeated_batches(self, count, batch_size, rows=None):
-        """Batches for the copying probe: rows whose second half repeats the first.
+        """Batches for the copying probe: the second half of each row repeats the first.
 
         The tokens of a row are drawn one by one from all over the held-out split, so that only the
         repetition can be predicted. They are the same at every call.

@@ -91,7 +91,7 @@ def test_memory_does_not_grow_with_the_file(kind, tmp_path):
     config = make_config(f"{kind.partition('.')[0]}:{path}", tmp_path, text_key="text")
     documents = sources.open_source(config, tmp_path / "cache").documents()
     del texts
-    size = sum(len(next(documents).data) for _ in range(100))  # imports what it needs, too
+    size = sum(len(next(documents).data) for _ in range(100))  # also imports the libraries
     arrow = pytest.importorskip("pyarrow").total_allocated_bytes  # Python does not count these
     tracemalloc.start()
     before, peak = arrow(), 0

@@ -130,7 +130,7 @@ def llm_c_shard(path, ids, magic=20240520, version=1, count=None):
 
 @pytest.fixture
 def llm_c(tmp_path):
-    """A folder of three training shards and one for evaluation whose tokens all differ."""
+    """A folder of three training shards and one for evaluation; all tokens differ."""
     folder = tmp_path / "fineweb10B"
     folder.mkdir()
     for i, (split, first) in enumerate([("val", 200)] + [("train", 50 * i) for i in range(3)]):

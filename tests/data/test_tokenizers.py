@@ -172,7 +172,7 @@ def test_text_that_spells_a_special_token_does_not_become_one(bpe_280, words):
 
 
 def changed(tokenizer, change):
-    """A tokenizer whose file is that of another one after `change(contents)`."""
+    """The tokenizer of another one's file after `change(contents)`."""
     contents = json.loads(tokenizer.to_json())
     change(contents)
     return bpe.LibraryTokenizer(json.dumps(contents))
