@@ -119,6 +119,17 @@ def test_batches_do_not_depend_on_interruptions_of_the_writer(tmp_path):
     same(next(two), {k: v[[1, 3]] for k, v in expected[7].items()})
 
 
+def test_two_runs_that_share_a_cache_do_not_wait_for_each_other(tmp_path):
+    config = growing_config(tmp_path)
+    one, two = (open_data(config).train_iterator() for _ in range(2))
+    batches = [next(one)]
+    batches_of_two = take(two, 60)
+    batches += take(one, 79)
+    batches_of_two += take(two, 20)
+    for batch, other in zip(batches, batches_of_two, strict=True):
+        same(batch, other)
+
+
 def test_text_that_repeats_a_held_out_document_is_not_trained_on(tmp_path):
     config = growing_config(tmp_path, TEXTS + TEXTS[:60])
     data = open_data(config)
