@@ -20,10 +20,10 @@ import time
 from pathlib import Path
 
 import numpy as np
-from ml_collections import ConfigDict
 
 import efx.data
 from benchmarks.common import checked, command
+from efx.config.run import DataConfig
 from efx.data import growing, sources
 from efx.data.bpe import train_bpe
 from efx.data.tokenizers import ByteTokenizer
@@ -32,28 +32,8 @@ TOKENS = 100_000_000
 
 
 def config_for(source, cache, arguments, **changes):
-    return ConfigDict(
-        dict(
-            source=source,
-            tokenizer="bytes",
-            seq_len=arguments.seq_len,
-            batch_size=arguments.batch_size,
-            eval_source="",
-            eval_fraction=0.05,
-            split="tail",
-            withhold=False,
-            on_change="error",
-            packing=False,
-            shuffle="windows",
-            buffer_tokens=1 << 22,
-            cache_dir=cache,
-            text_key="",
-            max_bytes=0,
-            document_bytes=0,
-            subset="",
-        )
-        | changes
-    )
+    shape = dict(seq_len=arguments.seq_len, batch_size=arguments.batch_size, eval_fraction=0.05)
+    return DataConfig(source=source, cache_dir=cache, text_key="", **shape | changes)
 
 
 def write_token_file(folder):

@@ -1,13 +1,9 @@
-"""Shared helpers of the tests of efx.data: small texts, token shards that count, a fake hub.
+"""Shared helpers of the tests of efx.data: small texts, token shards that count.
 
 Only those that read a source, split it, or return all tokens of a split look inside efx.data.
 """
 
-import contextlib
-import functools
-import http.server
 import itertools
-import threading
 
 import numpy as np
 import pytest
@@ -41,7 +37,7 @@ def refuse_data(config, *names, **load):
 
 
 def counting_data(folder, length, eval_length=None, *, seed=3, files=1, **changes):
-    """Data whose token ids are their positions: `length` to train on, `eval_length` held out."""
+    """Data in which each token id is its position: `length` to train on, `eval_length` held out."""
     eval_length = eval_length or length // 2
     characters = map(chr, range(0x10000, 0x10000 + max(length, eval_length)))
     tokenizer = tokenizers.CharTokenizer(characters)
@@ -81,7 +77,7 @@ def write_records(path, records):
 
 
 def memory_source(texts):
-    """A source whose documents are the bytes `texts`."""
+    """A source of the documents `texts` (bytes)."""
 
     def documents():
         return (sources.Document(str(i), text) for i, text in enumerate(texts) if text)
@@ -131,38 +127,3 @@ def same(left, right):
     assert left.keys() == right.keys()
     for key in left:
         np.testing.assert_array_equal(left[key], right[key], err_msg=key)
-
-
-@contextlib.contextmanager
-def served_data_set(tmp_path):
-    """A Hugging Face data set of a.jsonl and b.jsonl, in `tmp_path`, behind an HTTP server.
-
-    Yields (source, server); while `server.is_down`, reads of b.jsonl break off.
-    """
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def do_GET(self):
-            # The library probes a file by requests without a range before it reads it.
-            if self.server.is_down and self.path == "/b.jsonl" and "Range" in self.headers:
-                self.close_connection = True
-            else:
-                super().do_GET()
-
-        def log_message(self, *_):
-            pass
-
-    handler = functools.partial(Handler, directory=tmp_path)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        server.is_down = False
-        threading.Thread(target=server.serve_forever).start()
-        try:
-            address = f"http://127.0.0.1:{server.server_port}"
-            (tmp_path / "set").mkdir()
-            files = "".join(f"    - {address}/{name}.jsonl\n" for name in "ab")
-            (tmp_path / "set/README.md").write_text(
-                "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n"
-                f"    path:\n{files}---\n"
-            )
-            yield f"hf:{tmp_path}/set", server
-        finally:
-            server.shutdown()

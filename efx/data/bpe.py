@@ -5,18 +5,14 @@ import concurrent.futures
 import contextlib
 import itertools
 import json
-import logging
 import os
 import re
 
 import numpy as np
 import tokenizers as library
 
-from efx.data.disk_cache import content_key
 from efx.data.tokenizers import StreamDecoder, Tokenizer, naming, text_of
 from efx.errors import UsageError
-
-log = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"
 # The first of these special tokens in a vocabulary is its end-of-document token.
@@ -36,8 +32,9 @@ _NOT_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
 class LibraryTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library: our byte-level BPE, or a user's file.
 
-    Text that spells a special token (other than the unknown token) does not encode to it. `start`
-    holds the special tokens that the file's template puts before a text.
+    Text that spells a special token does not encode to it, unless the token is in the vocabulary of
+    a model of whole words (byte-level BPE has no such tokens). `start` has the special tokens that
+    the file's template puts before a text.
 
     Args:
       text: the contents of a tokenizer.json.
@@ -70,54 +67,21 @@ class LibraryTokenizer(Tokenizer):
         self.eot = next((special[name] for name in _END_NAMES if name in special), None)
         settings = json.loads(self._json)
         _check_alphabet(settings)
-        self._cut_special = self._cut_special_tokens(settings, special)
         # Bytes of each id; None if the tokenizer is not byte-level.
         self._table = _byte_level_table(settings, vocabulary, added, self.vocab_size)
         self._can_cut = _can_cut_before_spaces(settings)
-        self.start = self._template_start(vocabulary)
+        self.start = self._template_start()
 
-    def _cut_special_tokens(self, settings, special):
-        """Cut text that spells a special token after its first character, before the model.
-
-        `encode_special_tokens` does not suffice for models that look up whole words: the special
-        tokens are in their vocabulary. BPE builds tokens by merges and never meets them.
-
-        Returns: the regular expression that cuts, or "".
-        """
-        model = settings["model"]
-        if model["type"] == "Unigram":
-            pieces = [piece for piece, _ in model["vocab"]]
-            unknown = None if model["unk_id"] is None else pieces[model["unk_id"]]
-        elif model["type"] in ("WordLevel", "WordPiece"):
-            pieces, unknown = model["vocab"], model["unk_token"]
-        else:
-            return ""
-        spelled = [token for token in set(pieces) & special.keys() if len(token) > 1]
-        cut = "|".join(
-            f"{re.escape(token[0])}(?={re.escape(token[1:])})"
-            for token in sorted(spelled)
-            if token != unknown
-        )
-        if cut:
-            split = library.pre_tokenizers.Split(library.Regex(cut), "isolated")
-            before = [] if settings["pre_tokenizer"] is None else [self._inner.pre_tokenizer]
-            self._inner.pre_tokenizer = library.pre_tokenizers.Sequence([*before, split])
-        return cut
-
-    def _template_start(self, vocabulary):
+    def _template_start(self):
         """Ids that the file's template puts before a text."""
-        # Some vocabularies can encode neither "a" nor unknown characters.
-        for text in ("a", *sorted(vocabulary)):
-            try:
-                encoding = self._inner.encode(text)
-            except Exception:  # no token for an unknown word
-                continue
-            if 0 in encoding.special_tokens_mask:
-                return tuple(encoding.ids[: encoding.special_tokens_mask.index(0)])
-        return ()
+        try:
+            encoding = self._inner.encode("a")
+        except Exception:  # no token for an unknown word
+            return ()
+        mask = encoding.special_tokens_mask
+        return tuple(encoding.ids[: mask.index(0)]) if 0 in mask else ()
 
-    def encode(self, text, report=None):
-        """int32[n]: the ids of `text`; `report` is called with the characters of each chunk."""
+    def encode(self, text):
         text, ids = text_of(text, "bpe"), [np.empty(0, np.int32)]
         for chunk in _cut_before_spaces(text) if self._can_cut else [text] * bool(text):
             try:
@@ -128,11 +92,9 @@ class LibraryTokenizer(Tokenizer):
                     "for unknown words"
                 ) from error
             ids.append(np.asarray(encoding.ids, np.int32))
-            if report:
-                report(len(chunk))
         return np.concatenate(ids)
 
-    def encode_documents(self, documents, report=None):
+    def encode_documents(self, documents):
         """Yield the ids of each document, encoded on all cores.
 
         Each thread encodes a batch and frees the memory that the library allocates for it. The
@@ -144,7 +106,7 @@ class LibraryTokenizer(Tokenizer):
         with _serial_library(), concurrent.futures.ThreadPoolExecutor(threads) as pool:
             try:
                 for batch in _batches(documents):
-                    futures.append(pool.submit(self._encode_batch, batch, report))
+                    futures.append(pool.submit(self._encode_batch, batch))
                     if len(futures) > 2 * threads:
                         yield from futures.popleft().result()
                 while futures:
@@ -152,11 +114,11 @@ class LibraryTokenizer(Tokenizer):
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def _encode_batch(self, batch, report):
+    def _encode_batch(self, batch):
         encoded, start = [], np.array(self.start, np.int32)
         for name, data in batch:
             with naming(name):
-                ids = self.encode(data, report)
+                ids = self.encode(data)
             encoded.append(np.concatenate([start, ids]) if len(ids) else ids)
         return encoded
 
@@ -180,12 +142,6 @@ class LibraryTokenizer(Tokenizer):
     def to_json(self):
         return self._json
 
-    @property
-    def fingerprint(self):
-        """Hash of everything that determines the ids, including the cuts of special tokens."""
-        file_key = super().fingerprint
-        return content_key(file_key, self._cut_special) if self._cut_special else file_key
-
 
 class _LibraryDecoder:
     """A `StreamDecoder` for decoders that join tokens by rules, such as spaces between words."""
@@ -201,7 +157,7 @@ class _LibraryDecoder:
         return ""  # an incomplete character is dropped
 
 
-def train_bpe(texts, vocab_size, report=None):
+def train_bpe(texts, vocab_size):
     """Train byte-level BPE; id 0 ends a document.
 
     Pre-tokens are GPT-2's, cut after 256 bytes at the end of a character. The result does not
@@ -210,7 +166,6 @@ def train_bpe(texts, vocab_size, report=None):
     Args:
       texts: iterable of str.
       vocab_size: at least 257.
-      report: called with the number of characters of each chunk of text.
 
     Source: Sennrich et al. 2016, arXiv 1508.07909; on bytes: Radford et al. 2019 (GPT-2).
     """
@@ -226,14 +181,8 @@ def train_bpe(texts, vocab_size, report=None):
         show_progress=False,
     )
 
-    def chunks():
-        for chunk in itertools.chain.from_iterable(map(_cut_before_spaces, texts)):
-            yield chunk
-            if report:
-                report(len(chunk))
-        log.info("merging tokens of the tokenizer, up to %d ids", vocab_size)
-
-    inner.train_from_iterator(chunks(), trainer)
+    chunks = itertools.chain.from_iterable(map(_cut_before_spaces, texts))
+    inner.train_from_iterator(chunks, trainer)
     return LibraryTokenizer(inner.to_str())
 
 
@@ -267,7 +216,7 @@ def _serial_library():
     try:
         yield
     finally:
-        del os.environ[_PARALLELISM]
+        os.environ.pop(_PARALLELISM)
         if before is not None:
             os.environ[_PARALLELISM] = before
 
@@ -292,8 +241,10 @@ def _pre_tokenizers(settings):
 
 
 def _check_alphabet(settings):
-    """UsageError for a byte-level BPE file that lacks bytes and has no unknown token: the library
-    would drop these bytes of the text."""
+    """UsageError for a byte-level BPE file that lacks bytes and has no unknown token.
+
+    The library would drop these bytes of the text.
+    """
     model = settings["model"]
     byte_level = any(each["type"] == "ByteLevel" for each in _pre_tokenizers(settings))
     if model["type"] != "BPE" or not byte_level or model["unk_token"] or model["byte_fallback"]:
@@ -307,8 +258,11 @@ def _check_alphabet(settings):
 
 
 def _byte_level_table(settings, vocabulary, added, size):
-    """The bytes of every id; None if they are not exactly the bytes of the text, as with another
-    decoder, a prefix space, or an added token that strips spaces."""
+    """The bytes of every id, or None.
+
+    None if ids do not stand for exactly the bytes of the text, as with another decoder, a prefix
+    space, or an added token that strips spaces.
+    """
     decoder = settings["decoder"]
     if settings["normalizer"] is not None or not decoder or decoder["type"] != "ByteLevel":
         return None

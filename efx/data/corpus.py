@@ -1,8 +1,8 @@
 """From documents to token arrays on disk: tokenise the pieces of a text, cache them."""
 
+import itertools
 import json
 import logging
-import threading
 import time
 
 import numpy as np
@@ -16,10 +16,10 @@ from efx.errors import UsageError
 
 log = logging.getLogger(__name__)
 
-# To be raised whenever the same input gives other tokens than before.
+# Raise these when the same text gives other tokens, or another tokenizer, than before.
 _VERSION = 1
-_TOKENIZER_VERSION = 2  # to be raised whenever the same text gives another tokenizer
-_REPORT_SECONDS = 5
+_TOKENIZER_VERSION = 2
+_LOG_SECONDS = 5
 SPLIT_NAMES = {"train": "training split", "eval": "held-out split"}
 SPLITS = tuple(SPLIT_NAMES)
 
@@ -33,90 +33,72 @@ def make_tokenizer(spec, name, key, pieces, root):
     """
     if tokenizer := tokenizers.ready(spec):
         return tokenizer
-    kind, argument = tokenizers.parse(spec)
+    kind, size = tokenizers.parse(spec)
+
+    def texts():
+        for split, document_name, data in _log_progress("reading for the tokenizer", pieces()):
+            if kind == "chars" or split == "train":
+                with tokenizers.naming(document_name):
+                    text = tokenizers.text_of(data, kind)
+                yield text
 
     def build(folder):
         log.info("training the tokenizer %s on %s", spec, name)
-        splits = SPLITS if kind == "chars" else ("train",)
-        texts = _texts(
-            ((document_name, data) for split, document_name, data in pieces() if split in splits),
-            kind,
-        )
         if kind == "chars":
-            tokenizer = tokenizers.CharTokenizer(tokenizers.characters_of(texts))
+            tokenizer = tokenizers.CharTokenizer(itertools.chain.from_iterable(texts()))
         else:
-            tokenizer = bpe.train_bpe(texts, argument, _Report("read for the tokenizer").add)
+            tokenizer = bpe.train_bpe(texts(), size)
         tokenizer.save(folder / "tokenizer.json")
 
-    key = content_key(kind, _TOKENIZER_VERSION, key, argument)
-    return tokenizers.load_tokenizer(
-        cached_folder(root, "tokenizers", key, build) / "tokenizer.json"
-    )
+    key = content_key(kind, _TOKENIZER_VERSION, key, size)
+    folder = cached_folder(root, "tokenizers", key, build)
+    return tokenizers.load_tokenizer(folder / "tokenizer.json")
 
 
-class _Report:
-    """Logs every few seconds how much text is processed; `add` may be called by several threads."""
-
-    def __init__(self, verb):
-        self._verb, self._lock, self._count = verb, threading.Lock(), 0
-        self._start = self._logged = time.monotonic()
-
-    def add(self, characters):
-        with self._lock:
-            self._count += characters
-            now, millions = time.monotonic(), self._count / 1e6
-            if now - self._logged >= _REPORT_SECONDS:
-                self._logged = now
-                rate = millions / (now - self._start)
-                log.info("%s: %.0fM characters, %.2gM a second", self._verb, millions, rate)
-
-
-def _texts(documents, kind):
-    for name, data in documents:
-        try:
-            yield tokenizers.text_of(data, kind)
-        except UsageError as error:
-            raise UsageError(f"{name}: {error}") from error
+def _log_progress(verb, pieces):
+    """Yield the pieces (split, name, bytes); log every few seconds how many bytes they had."""
+    start = logged = time.monotonic()
+    size = 0
+    for piece in pieces:
+        yield piece
+        size += len(piece[2])
+        now = time.monotonic()
+        if now - logged >= _LOG_SECONDS:
+            logged = now
+            log.info("%s: %.0f MB, %.2g MB/s", verb, size / 1e6, size / 1e6 / (now - start))
 
 
 def load_corpus(name, key, pieces, tokenizer, root, splits=SPLITS):
-    """{"train" or "eval": TokenSplit} of a text, made on the first call and read back after that.
+    """{"train" or "eval": TokenSplit} of a text, tokenised unless it is in the cache.
 
     Args:
       name: of the text, for messages.
       key: hash of everything that `pieces` depends on.
-      pieces: function without arguments: ("train" or "eval", name, bytes) of each document or piece
-        of one; called if the text is not in the cache.
+      pieces: function without arguments that returns an iterator over ("train" or "eval", name,
+        bytes) of each document or piece of one; called if the text is not in the cache.
       splits: which of the two to tokenise; other pieces are skipped.
     """
-    key = content_key("tokens", _VERSION, key, tokenizer.fingerprint)
+    key = content_key("tokens", _VERSION, key, splits, tokenizer.fingerprint)
 
     def build(folder):
         log.info("tokenising %s", name)
-        _tokenise(folder, name, pieces(), tokenizer, splits)
+        _tokenise(folder, name, _log_progress("tokenising", pieces()), tokenizer, splits)
 
     folder = cached_folder(root, "tokens", key, build)
-    try:
-        info = io.read_json(folder / "info.json")
-        return {split: _stored(folder, name, split, info) for split in splits}
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"the cache entry {folder} cannot be read: {error}; delete it") from error
-
-
-def _stored(folder, name, split, info):
-    return TokenSplit(
-        name,
-        Stream([np.memmap(folder / f"{split}.bin", info["dtype"], "r")]),
-        # Mapped, its size is compared with that of the file before there is room for it.
-        np.array(np.load(folder / f"{split}_spans.npy", mmap_mode="r", allow_pickle=False)),
-        info["text_bytes"][split],
-    )
+    info = io.read_json(folder / "info.json")
+    token_splits = {}
+    for split in splits:
+        stream = Stream([np.memmap(folder / f"{split}.bin", info["dtype"], "r")])
+        spans = np.load(folder / f"{split}_spans.npy", allow_pickle=False)
+        token_splits[split] = TokenSplit(name, stream, spans, info["text_bytes"][split])
+    return token_splits
 
 
 def _tokenise(folder, source_name, pieces, tokenizer, splits):
     dtype = token_dtype(tokenizer.vocab_size)
+    end = [] if tokenizer.eot is None else [tokenizer.eot]
     text_bytes, spans = dict.fromkeys(splits, 0), {split: [] for split in splits}
-    tokens_written, split_of_document = dict.fromkeys(splits, 0), []
+    split_of_document = []
 
     def documents():
         for split, name, data in pieces:
@@ -127,22 +109,21 @@ def _tokenise(folder, source_name, pieces, tokenizer, splits):
 
     files = {split: open(folder / f"{split}.bin", "wb") for split in splits}
     try:
-        report = _Report("tokenised").add
-        for number, ids in enumerate(tokenizer.encode_documents(documents(), report)):
+        for number, ids in enumerate(tokenizer.encode_documents(documents())):
             split = split_of_document[number]
             if not len(ids):
                 continue
-            if spans[split] and tokenizer.eot is not None:
-                files[split].write(np.array(tokenizer.eot, dtype).tobytes())
-                tokens_written[split] += 1
+            start = 0
+            if spans[split]:
+                files[split].write(np.array(end, dtype))
+                start = spans[split][-1][1] + len(end)
             files[split].write(ids.astype(dtype))
-            spans[split].append((tokens_written[split], tokens_written[split] + len(ids)))
-            tokens_written[split] += len(ids)
+            spans[split].append((start, start + len(ids)))
     finally:
         for file in files.values():
             file.close()
     for split in splits:
-        if not tokens_written[split]:
+        if not spans[split]:
             raise UsageError(f"{source_name}: the {SPLIT_NAMES[split]} has no tokens")
         np.save(folder / f"{split}_spans.npy", np.array(spans[split], np.int64))
     info = {"dtype": dtype.str, "text_bytes": text_bytes}

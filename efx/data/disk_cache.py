@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 _MANIFEST = ".manifest.json"
 _BLOCK = 1 << 20  # bytes
 _CHECKED_BLOCKS = 16  # of a file, evenly spaced
-_REMEMBER_FROM = 64 << 20  # bytes; what smaller files contain is computed again
+_REMEMBER_FROM = 64 << 20  # bytes; values of smaller files are computed again
 
 
 def cache_root(cache_dir):

@@ -33,9 +33,9 @@ from efx.errors import PassingError, UsageError
 from efx.parallel.signals import STOPPING
 
 _VERSION = 1  # raise it when the same input gives other tokens
-_SHARD_TOKENS = 1 << 22
+_FILE_TOKENS = 1 << 22
 _TOKENS_AHEAD = 1 << 28  # of training, so that a long text does not fill the disk
-_CHECKED_SHARDS = 32  # number of files to check when a folder is opened
+_CHECKED_FILES = 32  # number of files to check when a folder is opened
 _POLL_SECONDS = 0.05
 
 
@@ -44,41 +44,41 @@ class Progress:
     """The token files of a folder.
 
     Attributes:
-      shards: of each file (tokens, whole documents in this and earlier files, tokens of the next
+      files: of each file (tokens, whole documents in this and earlier files, tokens of the next
         document in these files, checksums).
       finished: whether the text ends here.
     """
 
-    shards: tuple = ()
+    files: tuple = ()
     finished: bool = False
 
     @property
     def tokens(self):
-        return sum(shard[0] for shard in self.shards)
+        return sum(file[0] for file in self.files)
 
     @classmethod
     def read(cls, folder):
         """The progress of a folder; none if progress.json is absent or damaged."""
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             stored = io.read_json(folder / "progress.json")
-            if stored["sum"] == content_key(stored["value"]):
-                return cls(tuple(stored["value"]["shards"]), stored["value"]["finished"])
+            if stored["sum"] == content_key(stored["files"], stored["finished"]):
+                return cls(tuple(stored["files"]), stored["finished"])
         return cls()
 
     def write(self, folder):
         """Replace progress.json."""
-        value = {"shards": list(self.shards), "finished": self.finished}
-        text = json.dumps({"sum": content_key(value), "value": value})
-        io.write_text(folder / "progress.json", text)
+        value = {"files": self.files, "finished": self.finished}
+        value["sum"] = content_key(self.files, self.finished)
+        io.write_text(folder / "progress.json", json.dumps(value))
 
     def before_damage(self, folder):
         """The progress before the first damaged file: all sizes and some checksums are compared."""
-        checked = set(np.linspace(0, len(self.shards) - 1, _CHECKED_SHARDS).astype(int))
-        for number, (*_, (size, *sums)) in enumerate(self.shards):
+        checked = set(np.linspace(0, len(self.files) - 1, _CHECKED_FILES).astype(int))
+        for number, (*_, sums) in enumerate(self.files):
             path = _path(folder, number)
-            is_intact = path.exists() and path.stat().st_size == size
-            if not is_intact or (number in checked and checksums(path) != [size, *sums]):
-                return Progress(self.shards[:number])
+            is_intact = path.exists() and path.stat().st_size == sums[0]
+            if not is_intact or (number in checked and checksums(path) != sums):
+                return Progress(self.files[:number])
         return self
 
 
@@ -98,8 +98,8 @@ class GrowingTokens:
     def __init__(self, name, key, tokenizer, root, config_data, origin):
         self._name = name
         self._dtype = token_dtype(tokenizer.vocab_size)
-        self._shard_tokens = _SHARD_TOKENS
-        key = content_key("growing", _VERSION, key, tokenizer.fingerprint, self._shard_tokens)
+        self._file_tokens = _FILE_TOKENS
+        key = content_key("growing", _VERSION, key, tokenizer.fingerprint, self._file_tokens)
         self._folder = root / "growing" / key
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ class GrowingTokens:
             "origin": origin,
             "folder": str(self._folder),
             "root": str(root),
-            "shard_tokens": self._shard_tokens,
+            "file_tokens": self._file_tokens,
         }
 
     def __len__(self):
@@ -129,13 +129,8 @@ class GrowingTokens:
         """Whether the text is complete."""
         return self._progress.finished
 
-    def begin(self):
-        """Start tokenising, while the caller prepares training."""
-        if not self.finished:
-            self._request(_TOKENS_AHEAD)
-
     def wait(self, count):
-        """Wait for `count` tokens or the end of the text.
+        """Wait for `count` tokens or the end of the text. The writer goes on to write ahead.
 
         Returns:
           The number of tokens.
@@ -188,8 +183,8 @@ class GrowingTokens:
         for row, start in zip(rows, starts, strict=True):
             copied = 0
             while copied < length:
-                number, offset = divmod(int(start) + copied, self._shard_tokens)
-                count = min(length - copied, self._shard_tokens - offset)
+                number, offset = divmod(int(start) + copied, self._file_tokens)
+                count = min(length - copied, self._file_tokens - offset)
                 path = _path(self._folder, number)
                 part = np.fromfile(path, self._dtype, count, offset=offset * itemsize)
                 row[copied : copied + count] = part
@@ -199,7 +194,7 @@ class GrowingTokens:
     def arrays(self):
         """All tokens, in order; waits for the end of the text."""
         self.wait(sys.maxsize)
-        count = len(self._progress.shards)
+        count = len(self._progress.files)
         return [np.memmap(_path(self._folder, i), self._dtype, "r") for i in range(count)]
 
 
@@ -239,66 +234,57 @@ class Writer:
       open_documents: function without arguments that returns an iterator over (name, bytes).
     """
 
-    def __init__(self, folder, name, open_documents, tokenizer, shard_tokens):
+    def __init__(self, folder, name, open_documents, tokenizer, file_tokens):
         self._folder, self._name, self._open_documents = folder, name, open_documents
-        self._tokenizer, self._shard_tokens = tokenizer, shard_tokens
+        self._tokenizer, self._file_tokens = tokenizer, file_tokens
         self._dtype = token_dtype(tokenizer.vocab_size)
-        self._written, self._steps = None, None
+        self._written, self._writing = None, None
 
     def grow(self, count):
         """Write until there are `count` tokens or the text ends; return whether it ended."""
         with locked(self._folder / "lock"):
             progress = Progress.read(self._folder)
             if progress != self._written:  # the first call, or another process has written
-                self._steps = self._write_shards(progress)
+                self._writing = self._write_files(progress)
             while not progress.finished and progress.tokens < count:
-                progress = next(self._steps)
+                progress = next(self._writing)
                 progress.write(self._folder)
             self._written = progress
         return progress.finished
 
-    def _write_shards(self, progress):
-        """Write one file after another; yield the progress after each."""
-        parts, missing = [], self._shard_tokens
-        for number, offset, ids in self._document_ids(progress):
-            while len(ids):
-                part, ids = ids[:missing], ids[missing:]
-                parts.append(part)
-                offset, missing = offset + len(part), missing - len(part)
+    def _write_files(self, progress):
+        """Write one file after another, from the end of `progress` on; yield the progress after
+        each. The end-of-document id precedes every document but the first."""
+        first, offset = progress.files[-1][1:3] if progress.files else (0, 0)
+        is_first = progress.tokens == offset
+        end = np.array([] if self._tokenizer.eot is None else [self._tokenizer.eot], np.int32)
+        parts, missing = [], self._file_tokens
+        documents = itertools.islice(self._open_documents(), first, None)
+        for number, ids in enumerate(self._tokenizer.encode_documents(documents), first):
+            if len(ids) and not is_first:
+                ids = np.concatenate([end, ids])
+            is_first = is_first and not len(ids)
+            while offset < len(ids):
+                parts.append(ids[offset : offset + missing])
+                offset, missing = offset + len(parts[-1]), missing - len(parts[-1])
                 if not missing:
-                    position = (number, offset) if len(ids) else (number + 1, 0)
-                    progress = self._add_shard(progress, parts, position)
+                    position = (number, offset) if offset < len(ids) else (number + 1, 0)
+                    progress = self._add_file(progress, parts, position)
                     yield progress
-                    parts, missing = [], self._shard_tokens
+                    parts, missing = [], self._file_tokens
+            offset = 0
         if parts:
-            progress = self._add_shard(progress, parts, (number + 1, 0))
+            progress = self._add_file(progress, parts, (number + 1, 0))
         if not progress.tokens:
             raise UsageError(f"{self._name}: the training split has no tokens")
         yield dataclasses.replace(progress, finished=True)
 
-    def _document_ids(self, progress):
-        """Yield the documents from the end of the files on, as (document number, number of its
-        tokens in the files, its other tokens).
-
-        The end-of-document id precedes every document but the first.
-        """
-        first, offset = progress.shards[-1][1:3] if progress.shards else (0, 0)
-        is_first, eot = progress.tokens == offset, self._tokenizer.eot
-        documents = itertools.islice(self._open_documents(), first, None)
-        for number, ids in enumerate(self._tokenizer.encode_documents(documents), first):
-            if len(ids):
-                if not is_first and eot is not None:
-                    ids = np.concatenate([np.array([eot], np.int32), ids])
-                is_first = False
-            yield number, offset, ids[offset:]
-            offset = 0
-
-    def _add_shard(self, progress, parts, position):
-        path = _path(self._folder, len(progress.shards))
+    def _add_file(self, progress, parts, position):
+        path = _path(self._folder, len(progress.files))
         with io.replacing(path) as temporary:
             temporary.write_bytes(np.concatenate(parts).astype(self._dtype).data)
-        shard = [sum(map(len, parts)), *position, checksums(path)]
-        return dataclasses.replace(progress, shards=(*progress.shards, shard))
+        file = [sum(map(len, parts)), *position, checksums(path)]
+        return dataclasses.replace(progress, files=(*progress.files, file))
 
 
 def main():
@@ -337,4 +323,4 @@ def _open_writer(job):
     folder = Path(job["folder"])
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     name, documents = opened.source.name, opened.training_pieces
-    return Writer(folder, name, documents, tokenizer, job["shard_tokens"])
+    return Writer(folder, name, documents, tokenizer, job["file_tokens"])

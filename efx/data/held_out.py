@@ -67,7 +67,7 @@ def drop_documents_of(heldout, pieces, name):
 
 
 def decide(source, method, eval_fraction):
-    """Decide what is held out of a source.
+    """Decide the held-out part of a source.
 
     Args:
       method: "tail": the first int((1 - eval_fraction) * n) of all n characters are for training;

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class OpenedTexts:
-    """The texts of a `config.data` block and what is held out of them.
+    """The texts of a `config.data` block and their held-out part.
 
     With config.data.shuffle="buffer" only `training_pieces` reads the whole source: the held-out
     documents, and a tokenizer that is trained on the source, depend on its head alone.
@@ -29,7 +29,7 @@ class OpenedTexts:
 
     Attributes:
       source, eval_source: opened texts; None where there is none, or it is not needed.
-      origin: what a run records about them, JSON-able: "source" and "eval_source", hashes of their
+      origin: a run's record of them, JSON-able: "source" and "eval_source", hashes of their
         content or None; "held_out", which part of the source is held out (see `held_out.decide` and
         `TokenShards.decide`), None if it is the eval_source instead; "of", the hash of the content
         for which this was decided.
@@ -56,8 +56,7 @@ class OpenedTexts:
             self._refuse_changes(recorded_origin)
         if not self.source:
             return
-        if self.eval_source:
-            self._refuse_shared_tokens()
+        self._refuse_shared_shards()
         if not self.eval_source or c.withhold:
             self.origin |= self._decision(recorded_origin, is_recorded_text)
         self.subset = Subset.load(c.subset) if c.subset else None
@@ -88,16 +87,11 @@ class OpenedTexts:
                     f"{str(recorded[key])[:8]} then, {self.origin[key][:8]} now): {remedy}"
                 )
 
-    def _refuse_shared_tokens(self):
-        """UsageError if tokens of the eval_source are trained on, too.
+    def _refuse_shared_shards(self):
+        """UsageError if a shard of the eval_source is trained on, too.
 
         Documents of both texts are dropped from training; shards have no documents.
         """
-        if self.origin["source"] == self.origin["eval_source"]:
-            raise UsageError(
-                f"{self.eval_source.name} has the same text as {self.source.name}: no text "
-                "remains for training; use another eval_source"
-            )
         if is_tokens(self.source) and is_tokens(self.eval_source):
             if name := self.eval_source.find_training_shard_of(self.source):
                 raise UsageError(

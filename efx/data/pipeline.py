@@ -74,7 +74,7 @@ class Data:
       eval_tokens: tokens of the held-out split; 0 if it was not loaded.
       fingerprint: hash of the text, of how it is split, and of the tokenizer.
       subset: hash of the list that the training split is limited to, or None.
-      origin: what a run records about its text, see `opened.OpenedTexts`.
+      origin: a run's record of its text, see `opened.OpenedTexts`.
     """
 
     subset = origin = None
@@ -129,19 +129,17 @@ class Data:
     # ---- packing ---------------------------------------------------------------------------------
 
     def check_packing(self):
-        """UsageError if there is nothing to pack."""
+        """UsageError if the training split is one document."""
         if "train" in self._streams and len(self.documents("train")) < 2:
             raise UsageError(
                 "config.data.packing=True: the training split of "
                 f"config.data.source={self._config.source!r} is one document; set "
                 "config.data.packing=False"
             )
-        for split in self._streams:
-            self._packing(split)
 
     def _packing(self, split):
         if split not in self._packings:
-            packing = Packing(
+            self._packings[split] = Packing(
                 self._streams[split],
                 self.documents(split),
                 self.tokenizer.eot,
@@ -149,12 +147,6 @@ class Data:
                 {"train": "length", "eval": "document"}[split],
                 self._seed,
             )
-            if not len(packing):
-                raise UsageError(
-                    f"config.data.packing=True: no document of the {corpus.SPLIT_NAMES[split]} "
-                    "has two tokens, the least for one prediction"
-                )
-            self._packings[split] = packing
         return self._packings[split]
 
     # ---- bits per byte ---------------------------------------------------------------------------
@@ -242,7 +234,7 @@ class Data:
         return EvalBatches(self, batch_size, max_batches, rows)
 
     def repeated_batches(self, count, batch_size, rows=None):
-        """Batches for the copying probe: rows whose second half repeats the first.
+        """Batches for the copying probe: the second half of each row repeats the first.
 
         The tokens of a row are drawn one by one from all over the held-out split, so that only the
         repetition can be predicted. They are the same at every call.

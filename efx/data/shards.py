@@ -9,7 +9,7 @@ A folder written by `write_token_shards` holds
     *.bin             token ids, little-endian, nothing else
 
 Two other formats are read: nanoGPT's folders (`train.bin` and `val.bin`, uint16, no meta.json), and
-the shards of llm.c and modded-nanogpt (256 int32, of which the first are magic number, version and
+the shards of llm.c and modded-nanogpt (256 int32, the first three are magic number, version and
 number of tokens, then the ids; `train` or `val` in the file name).
 
 The shards decide the split (config.data.split and eval_fraction are not used), unless none is for
@@ -267,7 +267,7 @@ class TokenShards:
         return TokenSplit(self.name, Stream([shard.ids for shard in self._shards]))
 
     def decide(self, split, eval_fraction):
-        """Decide what is held out, for the run's record (compare `held_out.decide`).
+        """Decide the held-out part, for the run's record (compare `held_out.decide`).
 
         Returns:
           {"shards": hash of the evaluation shards}, or {"tokens": [start, stop], "sum": hash of

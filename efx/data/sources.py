@@ -275,9 +275,11 @@ def _read_python(path):
     """Yield (path, bytes) unless the file is not UTF-8."""
     with open(path, "rb") as file:
         data = file.read()
-    with contextlib.suppress(UnicodeDecodeError):
+    try:
         data.decode()
-        yield path, data
+    except UnicodeDecodeError:
+        return
+    yield path, data
 
 
 def _stdlib_files(name, skipped):

@@ -78,10 +78,9 @@ class TokenSplit:
         if self.spans is not None:
             return self.spans
         arrays = self.stream.arrays()
-        if eot is None:
-            edges = np.cumsum([0, *map(len, arrays)])
-            return np.stack([edges[:-1], edges[1:]], 1)
         begins = np.cumsum([0, *map(len, arrays)])
+        if eot is None:
+            return np.stack([begins[:-1], begins[1:]], 1)
         ends = [np.flatnonzero(a == eot) + begin for a, begin in zip(arrays, begins, strict=False)]
         edges = np.concatenate([[-1], *ends, [len(self.stream)]])
         spans = np.stack([edges[:-1] + 1, edges[1:]], 1)

@@ -1,7 +1,7 @@
 """A subset of the training documents, listed in a file by the hash of their text.
 
-`config.data.subset` names the file; what is held out stays the same. The list needs only this file,
-so such a run can be on any machine that has the corpus (an expert of cBTM is such a run).
+`config.data.subset` names the file. The held-out text stays the same. A run needs only this file
+and the corpus, so it can be on any machine that has both (an expert of cBTM is such a run).
 """
 
 import json

@@ -23,7 +23,6 @@ _MIN_BPE = 257  # 256 bytes and the end of a document
 # Four times the largest vocabulary in use. The library allocates all ids before it trains, and the
 # system kills a process that has no memory for them.
 _MAX_BPE = 1_000_000
-_STRIDE = 1 << 22  # characters encoded at a time
 _CODE_POINTS = 0x110000
 
 
@@ -47,18 +46,15 @@ class Tokenizer:
         vocabulary."""
         raise NotImplementedError
 
-    def encode_documents(self, documents, report=None):
+    def encode_documents(self, documents):
         """Yield the ids of each document, after `start` unless the document is empty.
 
         Args:
           documents: iterable of (name, bytes); errors contain the name.
-          report: called with numbers of encoded characters or bytes.
         """
         for name, data in documents:
             with naming(name):
                 ids = self.encode(data)
-            if report:
-                report(len(data))
             yield ids
 
     def token_bytes(self):
@@ -124,7 +120,7 @@ class ByteTokenizer(Tokenizer):
             text = text.encode("utf-8", "surrogateescape")  # as in sys.argv
         return np.frombuffer(text, np.uint8).astype(np.int32)
 
-    def encode_documents(self, documents, report=None):
+    def encode_documents(self, documents):
         """Yield the ids of each document; warn about the first one that is not UTF-8."""
         warned = False
         for name, data in documents:
@@ -135,7 +131,7 @@ class ByteTokenizer(Tokenizer):
                     "unchanged; convert the files if they should be text",
                     name,
                 )
-            yield from super().encode_documents([(name, data)], report)
+            yield from super().encode_documents([(name, data)])
 
     def token_bytes(self):
         return [bytes([i]) for i in range(256)] + [b""]
@@ -150,28 +146,26 @@ class CharTokenizer(Tokenizer):
     kind, eot = "chars", None
 
     def __init__(self, characters):
-        codes = np.unique(np.array([ord(c) for c in characters], np.uint32))
-        if not len(codes):
+        """characters: iterable; repeated ones count once."""
+        self.characters = "".join(sorted(set(characters)))
+        if not self.characters:
             raise UsageError("a character tokenizer needs at least one character")
-        self.characters = "".join(map(chr, codes))
-        self.vocab_size = len(codes)
+        self.vocab_size = len(self.characters)
         self._id_of = np.full(_CODE_POINTS, -1, np.int32)
-        self._id_of[codes] = np.arange(len(codes))
+        self._id_of[_code_points(self.characters)] = np.arange(self.vocab_size)
         self._table = [c.encode() for c in self.characters]
 
     def encode(self, text):
         """int32[n]. Raises UsageError for a character outside of the vocabulary."""
-        text, chunks = text_of(text, self.kind), [np.empty(0, np.int32)]
-        for start in range(0, len(text), _STRIDE):
-            ids = self._id_of[_codes(text[start : start + _STRIDE])]
-            if ids.min() < 0:
-                position = start + int(np.argmax(ids < 0))
-                raise UsageError(
-                    f"the character {text[position]!r} at {position} is not one of the "
-                    f"{self.vocab_size} characters of the tokenizer; remove it, or use another one"
-                )
-            chunks.append(ids)
-        return np.concatenate(chunks)
+        text = text_of(text, self.kind)
+        ids = self._id_of[_code_points(text)]
+        if len(ids) and ids.min() < 0:
+            position = int(np.argmax(ids < 0))
+            raise UsageError(
+                f"the character {text[position]!r} at {position} is not one of the "
+                f"{self.vocab_size} characters of the tokenizer; remove it, or use another one"
+            )
+        return ids
 
     def token_bytes(self):
         return self._table
@@ -223,17 +217,12 @@ def ready(spec):
         return ByteTokenizer()
     if kind == "file":
         return load_tokenizer(argument)
-    if kind == "hf":
-        return load_tokenizer(_download(spec, argument))
-    return None
-
-
-def _download(spec, name):
-    """Path of the tokenizer.json of a model on the Hugging Face hub, in the hub's own cache."""
+    if kind != "hf":
+        return None
     import huggingface_hub
 
     try:
-        return huggingface_hub.hf_hub_download(name, "tokenizer.json")
+        path = huggingface_hub.hf_hub_download(argument, "tokenizer.json")
     except Exception as error:  # the hub's libraries raise many unrelated types
         first_line = (str(error).splitlines() or [""])[0][:200]
         raise UsageError(
@@ -241,6 +230,7 @@ def _download(spec, name):
             f"({type(error).__name__}: {first_line}); check the name and the network, or use "
             "the path of its tokenizer.json"
         ) from error
+    return load_tokenizer(path)
 
 
 def load_tokenizer(path):
@@ -287,15 +277,6 @@ def text_of(text, kind):
         ) from error
 
 
-def _codes(text):
+def _code_points(text):
     """uint32[n]: the code points of `text`."""
     return np.frombuffer(text.encode("utf-32-le"), "<u4")
-
-
-def characters_of(texts):
-    """The characters that occur in `texts`, in the order of code points."""
-    occurs = np.zeros(_CODE_POINTS, bool)
-    for text in texts:
-        for i in range(0, len(text), _STRIDE):
-            occurs[_codes(text[i : i + _STRIDE])] = True
-    return "".join(map(chr, np.flatnonzero(occurs)))

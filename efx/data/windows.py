@@ -74,7 +74,7 @@ class BufferedStarts:
         self._tokens, self._seq_len, self._seed, self._name = tokens, seq_len, seed, name
         self._windows_in_block = max(1, buffer_tokens // seq_len)
         self._shuffled = None  # ShuffledStarts of the whole text, once it is tokenised
-        tokens.begin()
+        tokens.wait(0)  # starts the writer, while the caller prepares training
 
     def __call__(self, indices):
         return [self._start(i) for i in indices]

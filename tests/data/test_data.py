@@ -16,14 +16,12 @@ from data_helpers import (
     refuse_data,
     same,
     take,
-    text_of,
     token_ids,
     write_folder,
     write_letters,
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from refusals import refused
 
 from efx.data import tokenizers, write_token_shards
 
@@ -59,12 +57,6 @@ def test_epochs_differ_in_order_and_offset(tmp_path):
     epochs = [batch["inputs"][:, 0] for batch in take(data.train_iterator(), 20)]
     assert len({int(starts.min()) for starts in epochs}) > 5
     assert len({tuple(starts - starts.min()) for starts in epochs}) == 20
-
-
-def test_random_windows_reach_every_start(tmp_path):
-    data = counting_data(tmp_path, 20, seq_len=8, batch_size=16, shuffle="random")
-    batches = take(data.train_iterator(), 20)
-    assert {int(start) for batch in batches for start in batch["inputs"][:, 0]} == {*range(12)}
 
 
 @pytest.mark.parametrize("shuffle", ["windows", "random"])
@@ -174,21 +166,6 @@ def test_evaluation_scores_every_target_once(length, seq_len, hosts, max_batches
         rows = -(-(length - 1) // seq_len)
         assert len(scored) > (6 * count - 1) * seq_len
         assert scored[-1] > (rows - math.ceil(rows / (6 * count)) - 1) * seq_len
-
-
-def test_evaluation_with_packing_scores_every_target_once(folder, tmp_path):
-    config = make_config(f"text:{folder}", tmp_path, split="documents", packing=True, seq_len=20)
-    data = open_data(config)
-    batches = list(data.eval_batches(4))
-    assert len(batches) == len(data.eval_batches(4))
-    assert sum(b["weights"].sum() for b in batches) == data.scored_tokens("eval")
-    texts = [text for path in folder.rglob("*.txt") if (text := path.read_text())]
-    heldout = [text for text in texts if text[0] in text_of(data, "eval")]
-    targets = np.concatenate([b["targets"][b["weights"] > 0] for b in batches])
-    assert sorted(targets) == sorted([*"".join(heldout).encode(), *[256] * len(heldout)])
-    same(batches[0], next(iter(data.eval_batches(4))))
-    for whole, part in zip(batches, data.eval_batches(4, rows=[0, 3]), strict=True):
-        same(part, {k: v[[0, 3]] for k, v in whole.items()})
 
 
 @pytest.mark.parametrize("seq_len, packing", [(4, False), (9, True)])
@@ -346,41 +323,3 @@ def test_rows_are_well_filled_and_their_order_depends_on_the_seed(tmp_path):
     first, second = (next(each.train_iterator())["segment_ids"] for each in (data, other))
     assert (first != second).any()
     same(next(iter(data.eval_batches(40))), next(iter(other.eval_batches(40))))
-
-
-def test_every_packed_row_is_trained_on_once_an_epoch(folder, tmp_path):
-    settings = dict(split="documents", packing=True, seq_len=20, batch_size=1)
-    data = open_data(make_config(f"text:{folder}", tmp_path, **settings))
-    iterator, count = data.train_iterator(), len(epoch(data))
-    epochs = [
-        [b["inputs"].tobytes() + b["segment_ids"].tobytes() for b in itertools.islice(iterator, n)]
-        for n in (count, count)
-    ]
-    assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
-
-
-def test_documents_of_one_token_cannot_be_packed(tmp_path):
-    """Without an end of documents nothing in them can be predicted."""
-    (tmp_path / "text").mkdir()
-    for letter in "abcdefgh":
-        (tmp_path / "text" / letter).write_text(letter)
-    settings = dict(split="documents", packing=True, seq_len=1, tokenizer="chars")
-    config = make_config(f"text:{tmp_path / 'text'}", tmp_path, **settings)
-    data = open_data(config)
-    refused(data.check_packing, "config.data.packing=True", "training")
-    refused(lambda: data.scored_tokens("eval"), "config.data.packing=True", "held-out")
-    config.tokenizer = "bytes"
-    assert open_data(config).scored_tokens("eval")
-
-
-def test_token_shards_are_one_stream_of_documents(tmp_path):
-    data = counting_data(tmp_path, 23, files=5, seq_len=4)
-    for start, stop in itertools.combinations(range(24), 2):
-        assert data.tokens("train", start, stop).tolist() == [*range(start, stop)]
-    # Without an end-of-document id each file is a document.
-    assert np.diff(data.documents("train")).ravel().tolist() == [5, 5, 5, 4, 4]
-    texts = ["ab", "c", "", "defg", "hi" * 4]
-    write_token_shards(tmp_path / "t", tokenizers.ByteTokenizer(), texts, texts, 4)
-    data = open_data(make_config(f"tokens:{tmp_path}/t", tmp_path, seq_len=4))
-    found = [data.tokenizer.decode(data.tokens("train", a, b)) for a, b in data.documents("train")]
-    assert found == [text for text in texts if text]

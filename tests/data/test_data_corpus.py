@@ -69,13 +69,6 @@ def test_the_tail_drops_no_text_and_cuts_no_character(texts, fraction):
     assert len(train) == int((1 - fraction) * len(whole.decode()))
 
 
-def test_the_tail_of_a_text_of_many_megabytes_begins_at_a_character():
-    text = "aé漢😀" * 3_000_000
-    pieces = list(split_documents(memory_source([text.encode()]), "tail", 0.3))
-    cut = int(0.7 * len(text))
-    assert [data.decode() for _, _, data in pieces] == [text[:cut], text[cut:]]
-
-
 @few_examples
 @given(st.lists(st.binary(min_size=1, max_size=30), min_size=1, max_size=20), st.floats(0.01, 0.99))
 def test_documents_are_whole_and_on_one_side(texts, fraction):
@@ -199,11 +192,3 @@ def test_an_interrupted_build_leaves_no_cache_entry(tmp_path):
         tmp_path / "cache", "kind", "key", lambda f: (f / "file").write_text("x")
     )
     assert [p.name for p in cache_entries(tmp_path)] == ["key"]
-
-
-def test_the_cache_is_in_the_folder_of_the_environment_variable(letters, tmp_path, monkeypatch):
-    monkeypatch.setenv("EFX_CACHE", str(tmp_path / "cache"))
-    config = make_config(f"text:{letters}", tmp_path)
-    config.cache_dir = ""
-    open_data(config)
-    assert len(cache_entries(tmp_path)) == 1

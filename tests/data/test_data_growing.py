@@ -25,7 +25,7 @@ HEAD_BYTES = 2000  # of the some 7000 bytes of TEXTS
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Small files, a small head, and no tokens ahead of those that training waits for."""
-    monkeypatch.setattr(growing, "_SHARD_TOKENS", 100)
+    monkeypatch.setattr(growing, "_FILE_TOKENS", 100)
     monkeypatch.setattr(growing, "_TOKENS_AHEAD", 0)
     monkeypatch.setattr(growing, "_POLL_SECONDS", 0.002)
     monkeypatch.setattr(held_out, "HEAD_BYTES", HEAD_BYTES)
@@ -82,23 +82,6 @@ def test_training_begins_before_the_text_is_tokenised(tmp_path):
     assert max(map(TEXTS.index, heldout)) < 45 and 300 < len("".join(heldout)) < 700
     ids = token_ids(data, "train")
     assert sorted(place(ids, row) for row in first["inputs"].tolist()) == [0, 16, 32, 48]
-
-
-def test_windows_come_once_an_epoch_in_the_order_of_the_text(tmp_path):
-    data = open_data(growing_config(tmp_path))
-    ids, rows = token_ids(data, "train"), 4
-    count = len(ids) // 16 - 1
-    batches = take(data.train_iterator(), 2 * count // rows + 2)
-    windows = np.concatenate([batch["inputs"] for batch in batches])
-    first, second = windows[:count], windows[count : 2 * count]
-    expected = np.array(ids[: count * 16]).reshape(count, 16)
-    assert sorted(map(tuple, first)) == sorted(map(tuple, expected))
-    blocks = [sorted(map(tuple, w)) for w in (first[:4], expected[:4])]  # of 64 tokens
-    assert blocks[0] == blocks[1] and not np.array_equal(first, expected)
-    # The second epoch is shuffled throughout, from another offset.
-    places = [place(ids, window.tolist()) for window in second]
-    assert len({place % 16 for place in places}) == 1
-    assert np.abs(np.diff(places)).mean() > 500
 
 
 def test_every_block_and_every_seed_has_its_own_order(tmp_path):
@@ -225,8 +208,7 @@ def test_the_writer_survives_the_signals_that_stop_a_job(tmp_path):
     writer is a passing error: launchers start the run again."""
     data = open_data(growing_config(tmp_path))
     tokens = data._streams["train"]
-    tokens.begin()
-    wait_until(lambda: tokens.wait(1))
+    tokens.wait(1)
     for number in STOPPING:
         os.kill(writer_of(data).pid, number)
     further = len(tokens) + 300
