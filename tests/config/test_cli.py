@@ -168,7 +168,7 @@ def test_a_full_disk_is_one_line(trained, capsys, tmp_path, monkeypatch, one_of_
 
     monkeypatch.setattr(writer, "_write_at", full)
     assert call(f"--workdir={tmp_path / 'run'}", **trained[2]) == 2
-    assert "run/metrics.jsonl: the disk is full" in error_line(capsys)
+    assert "run/metrics.jsonl: No space" in error_line(capsys)
 
 
 def test_overrides_change_what_a_run_recorded(run):

@@ -175,17 +175,15 @@ def test_other_commands_refuse_names_that_no_file_can_have(tmp_path):
     for name in ("a" * 300, "a\0b"):
         refused(lambda name=name: run_file("sweep", name, "sweeps"), "--sweep=")
         refused(lambda name=name: report.collect([name]), "RUN=")
-        refused(lambda name=name: io.folder(tmp_path / "not there" / name), "--workdir=")
-        refused(lambda name=name: io.local_folder(name, "--to"), "--to=")
+        refused(lambda name=name: io.local_path(name, "--to"), "--to=")
 
 
 def test_an_unexpanded_home_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    for function in (io.folder, io.local_folder):
+    for function in (io.folder, io.local_path):
         refused(lambda function=function: function("~/x"), "--workdir=~/x", f"{tmp_path}/x")
         assert str(function("~x/~")) == "~x/~"
-    assert io.local_path("~/x.json", "config.data.tokenizer") == tmp_path / "x.json"
 
 
 @pytest.mark.parametrize("workdir, cause", [("/proc/efx", "/proc/efx"), ("text.txt/a", "text.txt")])

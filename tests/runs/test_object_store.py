@@ -195,7 +195,7 @@ def test_a_workdir_in_another_store_is_refused(workdir, tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fsspec, "filesystem", missing)  # as without the extras
     monkeypatch.setenv("EFX_CACHE", str(tmp_path / "cache"))
-    io._opened.cache_clear()
+    io._reachable.cache_clear()
     assert main.main(["efx", "--mode=evaluate", f"--workdir={workdir}"]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith(f"efx: error: --workdir={workdir}"), line
@@ -221,7 +221,7 @@ def test_a_store_that_cannot_be_reached_is_one_line(problem, kind, objects, monk
         raise problem
 
     monkeypatch.setattr(object_store.Store, "info", fail)
-    io._opened.cache_clear()
+    io._reachable.cache_clear()
     with pytest.raises(UsageError, match="--workdir=gs://closed/run.*anonymous caller") as error:
         io.folder("gs://closed/run")
     assert type(error.value) is kind
