@@ -228,7 +228,7 @@ class Mirror:
             self._uploaded[name] = _size_and_time(target)
 
     def upload(self, if_due=False):
-        """Upload new and changed files and delete removed ones; UsageError if that fails.
+        """Upload new and changed files and delete removed ones; PassingError if that fails.
 
         if_due: at most once a minute, in the background, with a warning if it fails.
         """
@@ -236,7 +236,10 @@ class Mirror:
             return
         if not if_due:
             self.wait()
-            self._upload()
+            try:
+                self._upload()
+            except UsageError as error:  # the store was reached earlier, so a rerun may succeed
+                raise PassingError(error) from error
         elif time.monotonic() >= self._next_upload and not self._background.is_alive():
             self._next_upload = time.monotonic() + _UPLOAD_SECONDS
             self._background = threading.Thread(target=self._upload_or_warn, daemon=True)

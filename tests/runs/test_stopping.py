@@ -127,8 +127,9 @@ def until(stream, word):
 def endless(run, text):
     """The arguments of a run that does not end by itself."""
     settings = {**TINY, "data.source": f"text:{text}", "steps": 10**6, "checkpoint.every": 10**6}
+    settings |= {"model.depth_routing.every": 1}
     arguments = [f"--config.{key}={value}" for key, value in settings.items()]
-    return ["--config=configs/base.py", f"--workdir={run}", *arguments]
+    return ["--config=configs/mod.py", f"--workdir={run}", *arguments]
 
 
 SLOW_SAVE = """if True:
