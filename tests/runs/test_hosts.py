@@ -301,4 +301,4 @@ def test_the_death_of_a_process_is_reported_by_the_other(meshes):
         assert outputs[0].splitlines()[-1].startswith("efx: stopped: ")
         assert "Traceback" not in outputs[0] and "Check failure" not in outputs[0]
     else:
-        assert status == -signal.SIGABRT and "heartbeat" in outputs[0]
+        assert status == -signal.SIGABRT and "another task died" in outputs[0]
