@@ -7,7 +7,6 @@ without a rule is an error, so that a misspelt name cannot mean "replicated".
 import collections
 import contextlib
 import contextvars
-import functools
 import math
 import types
 
@@ -16,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from flax.errors import ScopeParamShapeError
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from efx.errors import UsageError, nearest
@@ -91,7 +89,7 @@ def unsplit(rules, *names):
 def shard_count(mesh, rules, name):
     """Return the number of shards of a logical axis."""
     axes = nn.logical_to_mesh_sharding(PartitionSpec(name), mesh, rules).spec[0]
-    return _num_devices(mesh, _as_tuple(axes))
+    return num_devices(mesh, _as_tuple(axes))
 
 
 def batch_shards(mesh, rules):
@@ -104,7 +102,7 @@ def _as_tuple(axes):
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
-def _num_devices(mesh, axes):
+def num_devices(mesh, axes):
     """Return the number of devices along these mesh axes together."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
@@ -168,10 +166,10 @@ def platform():
 def ways(name):
     """Return the number of devices over which the current mesh and rules split a logical axis."""
     mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty else _num_devices(mesh, *_mesh_axes((name,)))
+    return 1 if mesh.empty else num_devices(mesh, *mesh_axes((name,)))
 
 
-def _mesh_axes(names):
+def mesh_axes(names):
     """Return for each logical axis the tuple of mesh axes that splits it, by the current rules."""
     return [_as_tuple(axes) for axes in nn.logical_to_mesh_axes(names)]
 
@@ -202,67 +200,6 @@ def constrain(x, *axes):
         ) from error
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def reshard(x, stored, used):
-    """Return a parameter stored by the logical axes `stored`, laid out by `used`.
-
-    Its gradient is laid out by `stored`. A plain constraint would lay it out by `used`: every
-    device would sum the whole gradient, not only its shard.
-    """
-    return constrain(x, *used)
-
-
-def _reshard_forward(x, stored, used):
-    return constrain(x, *used), None
-
-
-def _reshard_backward(stored, used, _, gradient):
-    return (constrain(gradient, *stored),)
-
-
-reshard.defvjp(_reshard_forward, _reshard_backward)
-
-_EXCHANGED = "exchanged"
-saves_exchanged = jax.checkpoint_policies.save_only_these_names(_EXCHANGED)
-
-
-def exchange(x, before, after):
-    """Move x from the logical axes `before` to `after`.
-
-    If one mesh axis moves from one dimension to another, this is an all-to-all, which the
-    partitioner does not always find: it then gathers all of x on every device. The policy
-    `saves_exchanged` of `jax.checkpoint` saves the result, so that the backward pass does not
-    repeat the exchange.
-    """
-    x, mesh = constrain(x, *before), jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return x
-    old, new = _mesh_axes(before), _mesh_axes(after)
-    if old == new:
-        return constrain(x, *after)
-    lost = [i for i in range(x.ndim) if len(new[i]) < len(old[i])]
-    gained = [i for i in range(x.ndim) if len(new[i]) > len(old[i])]
-    divides = all(
-        size % math.lcm(_num_devices(mesh, a), _num_devices(mesh, b)) == 0
-        for size, a, b in zip(x.shape, old, new, strict=True)
-    )
-    if len(lost) == len(gained) == 1 and divides:
-        (source,), (target,) = lost, gained
-        moved = old[source][-1:]
-        expected = list(old)
-        expected[source], expected[target] = old[source][:-1], (*old[target], *moved)
-        if new == expected:
-            x = jax.shard_map(
-                lambda x: jax.lax.all_to_all(
-                    x, moved, split_axis=target, concat_axis=source, tiled=True
-                ),
-                in_specs=PartitionSpec(*old),
-                out_specs=PartitionSpec(*new),
-                check_vma=False,
-            )(x)
-    return checkpoint_name(constrain(x, *after), _EXCHANGED)
-
-
 # ---- layouts of parameters and batches ---------------------------------------------------------
 
 
@@ -283,7 +220,7 @@ def tree_shardings(boxed, mesh, rules):
         if not isinstance(sharding, NamedSharding):
             return replicated(mesh)
         for size, axes in zip(shape.shape, sharding.spec, strict=False):
-            count = _num_devices(mesh, _as_tuple(axes))
+            count = num_devices(mesh, _as_tuple(axes))
             if size % count:
                 name = jax.tree_util.keystr(path, simple=True, separator="/")
                 raise UsageError(

@@ -121,13 +121,7 @@ DISTINCT = {"llama_options", "mod_context", "moe", "soft_options", "averages", "
 DISTINCT |= {"adapter_inclusion", "mod_capacity_list", "latent_memory", "dropout_attention"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in DISTINCT else pytest.mark.slow)
-        for name in families.NAMES
-    ],
-)
+@pytest.mark.parametrize("name", sorted(DISTINCT))
 def test_every_parameter_names_axes_that_have_rules(name):
     """Without a name an axis would silently be replicated."""
     boxed = boxed_params(families.build(name))
@@ -142,16 +136,12 @@ def test_every_parameter_names_axes_that_have_rules(name):
 # ---- one device and several compute the same ---------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        dict(data=2, fsdp=4),
-        pytest.param(dict(data=2, fsdp=2, tensor=2), marks=pytest.mark.slow),
-    ],
-)
-def test_gradients_of_the_table_on_a_mesh_are_those_of_one_device(sizes):
+def test_gradients_of_the_table_on_a_mesh_are_those_of_one_device():
     """Of the lookup and of the output layer, whose gradient each shard of the batch accumulates."""
-    model, mesh = families.make({"vocab_multiple": 16, "depth": 1}), mesh_of(**sizes)
+    model, mesh = (
+        families.make({"vocab_multiple": 16, "depth": 1}),
+        mesh_of(data=2, fsdp=2, tensor=2),
+    )
     params = nn.unbox(families.random_params(model))
     inputs, targets = np.random.default_rng(0).integers(0, 45, (2, 8, 8)).astype(np.int32)
     batch = inputs, targets, np.ones((8, 8), np.float32)
