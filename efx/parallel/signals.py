@@ -89,6 +89,7 @@ class StopSignals:
                 self._previous[number] = signal.signal(number, self._handle)
 
     def _handle(self, number, frame):
+        """Record the first signal; from a second later on, the next one ends the process."""
         self.name = signal.Signals(number).name
         when = "a step that all processes agree on" if _has_other_hosts() else "this step"
         with contextlib.suppress(OSError):  # the terminal is closed
