@@ -117,6 +117,12 @@ def check(changes):
 """
 
 
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
 class Pair:
     """Two processes of a script with the arguments rank, port, folder, devices and launches.
 
@@ -127,10 +133,7 @@ class Pair:
         environment = os.environ | {"PYTHONPATH": str(root), "http_proxy": "http://127.0.0.1:9"}
         for name in ("compilation_cache_dir", "persistent_cache_min_compile_time_secs"):
             environment[f"JAX_{name.upper()}"] = str(getattr(jax.config, f"jax_{name}"))
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            port = probe.getsockname()[1]
-        self.files = [folder / f"process_{rank}.txt" for rank in range(2)]
+        port, self.files = free_port(), [folder / f"process_{rank}.txt" for rank in range(2)]
         self.processes = []
         for rank, path in enumerate(self.files):
             command = [sys.executable, "-u", "-c", script, str(rank), str(port), str(folder)]
