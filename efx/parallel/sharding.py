@@ -303,8 +303,8 @@ class Placement:
         return jax.make_array_from_callback((self._size, *x.shape[1:]), self._sharding, local_block)
 
 
-def whole(tree):
-    """Return replicated arrays on one device of this host, without communication."""
+def copy_to_one_device(tree):
+    """Copy replicated arrays to one device of this host, without communication."""
 
     def one(x):
         on_mesh = isinstance(x, jax.Array) and not x.is_fully_addressable
@@ -313,7 +313,7 @@ def whole(tree):
     return jax.device_put(jax.tree.map(one, tree), jax.local_devices()[0])
 
 
-def local(tree):
+def gather(tree):
     """Gather split arrays on one device of this host."""
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils

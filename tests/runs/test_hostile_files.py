@@ -91,6 +91,13 @@ def test_every_reader_of_json_refuses_deep_and_large_files(tmp_path, run):
             refused(lambda: read(path), str(path))  # noqa: B023
 
 
+def test_a_file_that_is_too_large_is_not_read(tmp_path):
+    (tmp_path / "a").write_text("123")
+    assert io.read_text(tmp_path / "a", most=3) == "123"
+    with pytest.raises(ValueError):
+        io.read_text(tmp_path / "a", most=2)
+
+
 def test_a_tokenizer_with_an_id_of_millions_is_refused(tmp_path):
     """Tables by id are as long as the largest id."""
     model = {"type": "WordLevel", "vocab": {"a": 0, "b": 1 << 28}, "unk_token": "a"}
