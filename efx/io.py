@@ -131,20 +131,28 @@ def _http_status(error):
     return status if isinstance(status, int) else 0
 
 
+def unreachable(named, error):
+    """Return the UsageError for an error of a store's client, a PassingError if the network failed.
+
+    named: the setting and its value.
+    """
+    kind = PassingError if is_network_error(error) else UsageError
+    first_line = (str(error).splitlines() or [""])[0][:200]
+    return kind(
+        f"{named} cannot be reached: {type(error).__name__}: {first_line}; check the"
+        " name, the network and the credentials"
+    )
+
+
 @contextlib.contextmanager
 def _report_store_errors(named):
-    """Raise an error of a store's client as a UsageError, a network error as a PassingError."""
+    """Raise an error of a store's client as `unreachable`."""
     try:
         yield
     except UsageError:
         raise
     except Exception as error:  # each client has its own: no credentials, no bucket, no network
-        kind = PassingError if is_network_error(error) else UsageError
-        first_line = (str(error).splitlines() or [""])[0][:200]
-        raise kind(
-            f"{named} cannot be reached: {type(error).__name__}: {first_line}; check the"
-            " name, the network and the credentials"
-        ) from error
+        raise unreachable(named, error) from error
 
 
 def rename_folder(source, target):

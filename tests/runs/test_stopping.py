@@ -14,6 +14,7 @@ import pytest
 from run_files import TINY, tiny
 
 from efx.checkpoint import manifest
+from efx.config.load import to_config
 from efx.logging import read_metrics
 from efx.parallel import signals
 from efx.train import setup, trainer
@@ -57,7 +58,7 @@ def samples(run):
 def test_sigterm_saves_and_the_next_launch_makes_up_for_the_evaluation(
     text, tmp_path, monkeypatch, capsys
 ):
-    """Rows, samples and parameters are those of a run that was not stopped."""
+    """Rows, samples, parameters and the best checkpoint are those of a run that was not stopped."""
     changes = CHANGES | {"sample.every": 2, "sample.max_new_tokens": 2}
     config, straight, broken = tiny(text, **changes), tmp_path / "straight", tmp_path / "broken"
     trainer.train_and_evaluate(config, straight)
@@ -82,6 +83,8 @@ def test_sigterm_saves_and_the_next_launch_makes_up_for_the_evaluation(
     assert rows(broken) == rows(straight) and samples(broken) == samples(straight)
     params = [jax.tree.leaves(setup.finished(config, run)[2]) for run in (straight, broken)]
     jax.tree.map(np.testing.assert_array_equal, *params)
+    with setup.checkpointer(broken, to_config(config).checkpoint) as checkpoints:
+        assert checkpoints.best_step() == 2
 
 
 @pytest.mark.parametrize("in_notebook", [False, True])
