@@ -1,19 +1,18 @@
-"""The exception that means "the user asked for something that cannot be done", and the one for what
-may be possible the next time."""
+"""Errors of the user's input and of the environment, each reported in one line."""
 
+import difflib
 import sys
 
 
 class UsageError(ValueError):
-    """Bad input, told in one line.
+    """Bad input.
 
-    The message names the key, value, file or shape at fault and what would be right. `efx.main`
-    prints it as `efx: error: <message>` and exits with status 2; library callers see a ValueError.
-    What names of files and errors of libraries have in them does not make it more lines, and says
-    nothing to a terminal.
+    The message names the key, value, file or shape at fault and the remedy. `efx.main` prints it as
+    `efx: error: <message>` and exits with `status`. Line breaks and control characters, which file
+    names and errors of libraries may contain, are escaped.
     """
 
-    status = 2  # of a process that ends with it
+    status = 2
 
     def __init__(self, message=""):
         line = " ".join(str(message).splitlines())
@@ -21,50 +20,36 @@ class UsageError(ValueError):
 
 
 class PassingError(UsageError):
-    """What the same command may not meet again: a process is lost, or a store cannot be reached.
+    """An error that the same command may not meet again: a lost process, an unreachable store.
 
-    Its status (EX_TEMPFAIL) tells launchers that training goes on if they start it again.
+    Launchers rerun a command that exits with this status (EX_TEMPFAIL).
     """
 
     status = 75
 
 
 def extra(name):
-    """An extra of efx and how to get it: no package index has efx, so its folder is named."""
+    """Describe how to install an extra of efx, which no package index has."""
     return (
         f"the extra `{name}` (EFX_EXTRAS={name} before ./launch/local.sh, or "
-        f"pip install -e '.[{name}]' in efx's own folder)"
+        f"pip install -e '.[{name}]' in the folder of efx)"
     )
 
 
 def nearest(name, known, shown=None):
-    """` (did you mean 'x'?)` for the closest of `known` to `name`, or an empty string.
-
-    Close are names with at most two wrong letters in five, or else names that begin with `name`.
+    """Return " (did you mean 'x'?)" for the most similar of `known`, or "" if none is similar.
 
     Args:
-      shown: {name: text to suggest for it}; by default the names.
+      shown: {name: text to suggest for it}; by default the name itself.
     """
-    name, known = str(name), [str(key) for key in known]
-    errors = {key: _edit_distance(name.lstrip("-"), key.lstrip("-")) for key in known}
-    close = [key for key in errors if 5 * errors[key] <= 2 * max(len(name), len(key))]
-    close = close or [key for key in errors if len(name) > 2 and key.startswith(name)]
-    if not close:
+    keys = {str(key).lstrip("-"): str(key) for key in known}
+    name = str(name).lstrip("-")
+    similar = difflib.get_close_matches(name, keys, n=1)
+    similar = similar or [key for key in keys if len(name) > 2 and key.startswith(name)]
+    if not similar:
         return ""
-    best = min(close, key=errors.get)
-    return f" (did you mean {(shown or {}).get(best, best)!r}?)"
-
-
-def _edit_distance(a, b):
-    """The least number of letters to insert, delete, replace or swap with the next one."""
-    before, row = [], list(range(len(b) + 1))
-    for i, letter in enumerate(a):
-        above, before, row = before, row, [i + 1]
-        for j, other in enumerate(b):
-            row.append(min(before[j] + (letter != other), before[j + 1] + 1, row[j] + 1))
-            if i and j and letter == b[j - 1] and other == a[i - 1]:
-                row[-1] = min(row[-1], above[j - 1] + 1)
-    return row[-1]
+    key = keys[similar[0]]
+    return f" (did you mean {(shown or {}).get(key, key)!r}?)"
 
 
 class RunStopped(RuntimeError):

@@ -1,7 +1,7 @@
-"""Files and folders, on a disk or in an object store: addresses, checked reads, atomic writes.
+"""Files and directories on a disk or in an object store: addresses, checked reads, atomic writes.
 
-An object store holds whole objects: no locks, no renames, no appending. A run directory there is
-written through a local copy (`Mirror`); text there is read through one (`efx.data.sources`).
+An object store has no locks, renames or appending, only whole objects. A run directory there is
+written through a local copy (`Mirror`), and text there is downloaded (`efx.data.sources`).
 """
 
 import contextlib
@@ -11,7 +11,6 @@ import json
 import os
 import pathlib
 import shutil
-import stat
 import sys
 import tempfile
 import threading
@@ -19,18 +18,18 @@ import time
 
 from efx.errors import PassingError, UsageError, extra
 
-# By scheme: fsspec's name of the store, which is that of efx's extra. Orbax writes checkpoints to
-# Google's store only.
-_STORES = {"gs": "gcs", "s3": "s3"}
-_OF_RUNS = "gs"
-# Names of error classes, since few of these libraries are installed: Python's own and requests',
-# httpx' and google.auth's, aiohttp's, botocore's.
+_STORES = {"gs": "gcs", "s3": "s3"}  # scheme: fsspec's file system, also the name of efx's extra
+_SCHEME_OF_RUNS = "gs"  # the only store that orbax writes checkpoints to
+# Errors of Python, requests, httpx, google.auth, aiohttp and botocore. By name, since few of these
+# libraries are installed.
 _NETWORK_ERRORS = {
     "ConnectionError", "TimeoutError", "gaierror", "Timeout", "TransportError",
     "ClientConnectionError", "ClientPayloadError", "HTTPClientError",
 }  # fmt: skip
-_UPLOAD_SECONDS = 60  # between two uploads of what a run logs
-_LONGEST_NAME = 255  # bytes, of all file systems in use
+_UPLOAD_SECONDS = 60  # between two uploads of logged rows
+MOST_JSON = 64 << 20  # bytes of a JSON file; the largest tokenizers have 35 million
+
+# ---- addresses ---------------------------------------------------------------------------------
 
 
 def is_remote(address):
@@ -39,78 +38,60 @@ def is_remote(address):
 
 
 def folder(address, setting="--workdir"):
-    """The path of a run folder: pathlib.Path on a disk, epath.Path at gs://BUCKET/FOLDER.
+    """Return the path of a run directory: pathlib.Path, or epath.Path for gs://BUCKET/DIRECTORY.
 
-    setting: the one that the address comes from. Raises UsageError for any other address, and for a
-    store that cannot be reached.
+    Args:
+      setting: the flag or setting that holds the address, for messages.
+    Raises: UsageError for other stores and unusable names, PassingError for a network error.
     """
     if not is_remote(address):
-        return _checked_folder(address, setting)
+        return local_path(address, setting)
     scheme = str(address).partition("://")[0]
-    if scheme != _OF_RUNS:
+    if scheme != _SCHEME_OF_RUNS:
         raise UsageError(
-            f"{setting}={address}: checkpoints cannot be written to {scheme}://; use a folder "
-            "on a disk (or on a mounted bucket), or gs://BUCKET/FOLDER"
+            f"{setting}={address}: checkpoints cannot be written to {scheme}://; use a directory "
+            "on a disk (or on a mounted bucket), or gs://BUCKET/DIRECTORY"
         )
-    return _opened(str(address), setting)
+    return _reachable(str(address), setting)
 
 
 @functools.lru_cache
-def _opened(address, setting):
-    store = _store(address, f"{setting}={address}")
-    try:
+def _reachable(address, setting):
+    named = f"{setting}={address}"
+    store = _store(address, named)
+    with _report_store_errors(named), contextlib.suppress(FileNotFoundError):
         store.info(address)
-    except FileNotFoundError:
-        pass  # it may be made
-    except Exception as error:  # of the store's client: no credentials, no bucket, no network
-        raise unreachable(f"{setting}={address}", error) from error
     from etils import epath
 
     return epath.Path(address)
 
 
-def local_folder(address, setting="--workdir"):
-    """The path of a folder that has to be on a disk."""
-    if is_remote(address):
-        raise UsageError(
-            f"{setting}={address}: must be a folder on a disk; only single runs can be at gs://"
-        )
-    return _checked_folder(address, setting)
+def local_path(address, setting="--workdir"):
+    """Return the pathlib.Path of a local file or directory, which need not exist.
 
-
-def _checked_folder(address, setting):
-    """`local_path` of a folder of runs, whose name is also written down and given to commands: it
-    has to be the same everywhere, so a ~ that no shell has replaced is refused."""
-    if pathlib.PurePath(address).parts[:1] == ("~",):
-        raise UsageError(
-            f"{setting}={address}: the shell did not expand ~; use the whole path, such as "
-            f"{os.path.expanduser(address)}"
-        )
-    return local_path(address, setting)
-
-
-def local_path(address, setting):
-    """The pathlib.Path of a file or folder on a disk, which need not exist; a `~` in front is the
-    home of the user, as it is for a shell.
-
-    setting: the one that the address comes from. Raises UsageError for a name that no file can
-    have, and for what may not be looked at.
+    Raises: UsageError, which names the setting, for an object store, an unexpanded ~, and a name
+      that the file system refuses.
     """
+    if is_remote(address):
+        raise UsageError(f"{setting}={address}: must be on a local disk")
+    path = pathlib.Path(address)
+    if path.parts[:1] == ("~",):
+        raise UsageError(
+            f"{setting}={address}: the shell did not expand ~; use {os.path.expanduser(address)}"
+        )
     try:
-        path = pathlib.Path(os.path.expanduser(address))
-        # Below a folder that is not there yet the system would say so only when it is made.
-        if any(len(os.fsencode(part)) > _LONGEST_NAME for part in path.parts):
-            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             path.stat()
-    except (OSError, ValueError) as error:  # Python's, of a \0
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"{setting}={address} cannot be used: {reason}") from None
+    except (OSError, ValueError) as error:  # ValueError: a null character
+        raise UsageError(f"{setting}={address} cannot be used: {error}") from None
     return path
 
 
+# ---- object stores -----------------------------------------------------------------------------
+
+
 def _store(address, named):
-    """fsspec's file system of an address; named: the setting and its value."""
+    """Return fsspec's file system for an address. named: the setting and its value."""
     scheme = str(address).partition("://")[0]
     if scheme not in _STORES:
         known = " or ".join(f"{name}://" for name in _STORES)
@@ -118,7 +99,7 @@ def _store(address, named):
     import fsspec
 
     name = _STORES[scheme]
-    # Orbax writes past fsspec, which would not see that in a listing that it remembers.
+    # Orbax writes past fsspec, whose cached listings would miss that.
     fsspec.config.conf.setdefault(name, {}).setdefault("use_listings_cache", False)
     try:
         return fsspec.filesystem(name)
@@ -138,7 +119,7 @@ def is_network_error(error):
 
 
 def _http_status(error):
-    """The HTTP status that an error of a client library holds, or 0."""
+    """Return the HTTP status in an error of a client library, or 0."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -149,14 +130,12 @@ def _http_status(error):
     return status if isinstance(status, int) else 0
 
 
-def unreachable(named, error, kind=None):
-    """The UsageError for an error of a store's client: a PassingError if the network failed.
+def unreachable(named, error):
+    """Return the UsageError for an error of a store's client, a PassingError if the network failed.
 
-    Args:
-      named: the setting and its value, for the message.
-      kind: the class to use whatever failed.
+    named: the setting and its value.
     """
-    kind = kind or (PassingError if is_network_error(error) else UsageError)
+    kind = PassingError if is_network_error(error) else UsageError
     first_line = (str(error).splitlines() or [""])[0][:200]
     return kind(
         f"{named} cannot be reached: {type(error).__name__}: {first_line}; check the"
@@ -164,8 +143,19 @@ def unreachable(named, error, kind=None):
     )
 
 
+@contextlib.contextmanager
+def _report_store_errors(named):
+    """Raise an error of a store's client as `unreachable`."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:  # each client has its own: no credentials, no bucket, no network
+        raise unreachable(named, error) from error
+
+
 def rename_folder(source, target):
-    """Gives a folder another name; in a store, which has no folders, each of its objects."""
+    """Rename a directory; in a store, copy and delete each of its objects."""
     if not is_remote(source):
         source.rename(target)
         return
@@ -177,25 +167,33 @@ def rename_folder(source, target):
 
 
 class Mirror:
-    """A local folder whose files are those of a run folder; `path` is the run folder itself where
-    that is on a disk.
+    """A local copy of a run directory in a store, uploaded while the run writes to it.
 
-    What is there by the given names is copied on entry. `upload` copies what is new or changed, and
-    deletes what is gone.
+    `path` is the copy, or the run directory itself if that is on a disk. Entering downloads the
+    files and directories `names`; leaving uploads and deletes the copy.
     """
 
-    def __init__(self, run_folder, names):
-        self._run_folder, self._names = run_folder, names
-        self.path = run_folder
+    def __init__(self, run_directory, names):
+        self._run_directory, self._names = run_directory, names
+        self.path = run_directory
         self._uploaded = {}  # relative name: (size, time) of the local file
-        self._next, self._beside = 0.0, None  # when an upload is due, and the last that was
+        self._next_upload = 0.0
+        self._background = threading.Thread()  # of the last upload that was due
 
     def __enter__(self):
-        if is_remote(self._run_folder):
+        if is_remote(self._run_directory):
             self.path = pathlib.Path(tempfile.mkdtemp(prefix="efx-run-"))
             for name in self._names:
-                self._download(self._run_folder / name, name)
+                self._download(self._run_directory / name, name)
         return self
+
+    def __exit__(self, kind, error, trace):
+        if self.path == self._run_directory:
+            return
+        # Do not hide an error that is being raised.
+        with contextlib.suppress(*([Exception] if kind else [])):
+            self.upload()
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def _download(self, source, name):
         if source.is_dir():
@@ -205,82 +203,69 @@ class Mirror:
             target = self.path / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(source.read_bytes())
-            self._uploaded[name] = _identity(target)
+            self._uploaded[name] = _size_and_time(target)
 
     def upload(self, if_due=False):
-        """if_due: only if the last upload is a minute ago, beside what the caller does meanwhile,
-        and the next one will do if it fails."""
-        if self.path == self._run_folder or (if_due and time.monotonic() < self._next):
+        """Upload new and changed files and delete removed ones; PassingError if that fails.
+
+        if_due: at most once a minute, in the background, with a warning if it fails.
+        """
+        if self.path == self._run_directory:
             return
-        if if_due and self._beside and self._beside.is_alive():
-            return
-        self._next = time.monotonic() + _UPLOAD_SECONDS
-        if if_due:
-            self._beside = threading.Thread(target=self._upload_or_warn, daemon=True)
-            self._beside.start()
-            return
-        self.wait()
-        try:
-            self._upload()
-        except Exception as error:  # see `_opened`
-            raise unreachable(self._run_folder, error, PassingError) from error
+        if not if_due:
+            self.wait()
+            try:
+                self._upload()
+            except UsageError as error:  # the store was reached earlier, so a rerun may succeed
+                raise PassingError(error) from error
+        elif time.monotonic() >= self._next_upload and not self._background.is_alive():
+            self._next_upload = time.monotonic() + _UPLOAD_SECONDS
+            self._background = threading.Thread(target=self._upload_or_warn, daemon=True)
+            self._background.start()
 
     def wait(self):
-        """Waits until no upload is under way, which would miss files that go."""
-        if self._beside:
-            self._beside.join()
+        """Wait for the upload in the background, which would fail if a file were removed."""
+        if self._background.is_alive():
+            self._background.join()
 
     def _upload_or_warn(self):
         try:
             self._upload()
-        except Exception as error:  # see `_opened`
-            problem = unreachable(self._run_folder, error)
-            print(f"efx: warning: {problem}", file=sys.stderr, flush=True)
+        except UsageError as error:
+            print(f"efx: warning: {error}", file=sys.stderr, flush=True)
 
     def _upload(self):
-        present = {
-            path.relative_to(self.path).as_posix(): path
-            for path in self.path.rglob("*")
-            if path.is_file()
-        }
-        for name, path in present.items():
-            identity = _identity(path)
-            if self._uploaded.get(name) != identity:
-                (self._run_folder / name).write_bytes(path.read_bytes())
-                self._uploaded[name] = identity
-        for name in self._uploaded.keys() - present.keys():
-            (self._run_folder / name).unlink(missing_ok=True)
-            del self._uploaded[name]
-
-    def __exit__(self, kind, error, trace):
-        if self.path == self._run_folder:
-            return
-        # An error that is being raised already is the one to report.
-        with contextlib.suppress(*([Exception] if kind else [])):
-            self.upload()
-        shutil.rmtree(self.path, ignore_errors=True)
+        files = [path for path in self.path.rglob("*") if path.is_file()]
+        present = {path.relative_to(self.path).as_posix(): path for path in files}
+        with _report_store_errors(self._run_directory):
+            for name, path in present.items():
+                identity = _size_and_time(path)
+                if self._uploaded.get(name) != identity:
+                    (self._run_directory / name).write_bytes(path.read_bytes())
+                    self._uploaded[name] = identity
+            for name in self._uploaded.keys() - present.keys():
+                (self._run_directory / name).unlink(missing_ok=True)
+                del self._uploaded[name]
 
 
-def _identity(path):
+def _size_and_time(path):
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns
 
 
-# Bytes of a JSON file. The largest tokenizers have 35 million.
-MOST_JSON = 64 << 20
+# ---- reading files from strangers --------------------------------------------------------------
 
 
-def read_json(path, most=MOST_JSON):
-    """The contents of a JSON file of at most so many bytes.
+def read_json(path):
+    """Return the contents of a JSON file.
 
-    Raises: OSError; ValueError for what is no file, too large, no text, not JSON, or nested so
-      deeply that no program of ours has written it.
+    Raises: OSError; ValueError for a file that is too large, not UTF-8 or not JSON.
     """
-    return parse_json(read_text(path, most))
+    return parse_json(read_text(path))
 
 
 def parse_json(text):
-    """`json.loads`, whose every complaint is a ValueError."""
+    """`json.loads` that raises ValueError for deep nesting too."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -288,9 +273,7 @@ def parse_json(text):
 
 
 def read_text(path, most=MOST_JSON):
-    """The text of a file of at most so many bytes; errors as for `read_json`."""
-    if not is_remote(path):
-        check_regular(path)
+    """Return the text of a file of at most `most` bytes; errors as for `read_json`."""
     with path.open("rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -298,32 +281,22 @@ def read_text(path, most=MOST_JSON):
     return data.decode("utf-8")
 
 
-def check_regular(path):
-    """ValueError unless a path is of a file: reading a pipe or a device may never end."""
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise ValueError("it is not a file")
-
-
-def is_plain_name(name):
-    """Whether what a file calls another one can be the name of one in the same folder."""
-    if not isinstance(name, str) or name in ("", ".", ".."):
-        return False
-    return not set(name) & set("/\\\0") and len(name.encode("utf-8", "surrogatepass")) < 256
-
-
 def stays_below(name):
-    """Whether a relative path leads to something below the folder that it starts in."""
-    return not name.startswith("/") and "\0" not in name and ".." not in name.split("/")
+    """Whether `name`, read from a file, is a relative path that does not leave its directory."""
+    if not isinstance(name, str) or not name or "\0" in name:
+        return False
+    return not name.startswith("/") and ".." not in name.split("/")
+
+
+# ---- atomic writes -----------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def replacing(path):
-    """Yields the path of a file or folder to make, which takes the place of `path` at the end.
+    """Yield a temporary path for a new file or directory, which replaces `path` at the end.
 
-    Whoever reads `path` meanwhile, or after a crash, finds what was there before. When making it
-    fails, what there is of it is removed. A folder takes the place of none or of an empty one.
-
-    path: pathlib.Path or etils.epath.Path; its folder exists.
+    Readers see the old contents until then, also after a crash. An error deletes the new contents.
+    A new directory can only replace an empty one or none.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -336,11 +309,8 @@ def replacing(path):
 
 
 def write_text(path, text):
-    """Writes a file, on the disk (not in the system's memory alone) when this returns.
-
-    path: see `replacing`. An object store has whole objects only, which need no replacing.
-    """
-    if "://" in str(path):
+    """Replace a file atomically and flush it to the disk. Raises OSError."""
+    if is_remote(path):  # a store replaces whole objects
         path.write_text(text)
         return
     with replacing(path) as part, open(part, "w", encoding="utf-8") as file:
@@ -349,48 +319,29 @@ def write_text(path, text):
         os.fsync(file.fileno())
 
 
-def describe_os_error(error):
-    """Describe an OSError in a few words for a user."""
-    if error.errno in (errno.ENOTDIR, errno.EEXIST):
-        path = pathlib.Path(str(error.filename))
-        for part in (path, *path.parents):
-            if part.exists() and not part.is_dir():
-                return f"{part} is a file, not a folder"
-    texts = {
-        errno.ENOSPC: "the disk is full",
-        errno.EDQUOT: "the disk quota is used up",
-        errno.EROFS: "the file system is read-only",
-        errno.EACCES: "permission denied",
-        errno.EPERM: "permission denied",
-        errno.ENOTDIR: "a folder of this path is a file",
-    }
-    return texts.get(error.errno, error.strerror or str(error))
+def write_atomic(path, text):
+    """`write_text` that raises UsageError."""
+    with report_write_errors(path):
+        write_text(path, text)
 
 
 @contextlib.contextmanager
 def report_write_errors(path):
-    """Raise an OSError of the body as a UsageError that names `path`."""
+    """Raise an OSError, or an error of the store's client, as a UsageError that names `path`."""
+    if is_remote(path):
+        with _report_store_errors(path):
+            yield
+        return
     try:
         yield
     except OSError as error:
-        remedies = {
-            errno.ENOSPC: "free space on it, or ",
-            errno.EDQUOT: "free space, or ",
-            errno.EACCES: "change its permissions, or ",
-        }
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "free space, or use another disk" if is_full else "use another directory"
         raise UsageError(
-            f"cannot write {error.filename or path}: {describe_os_error(error)}; "
-            f"{remedies.get(error.errno, '')}use another folder"
+            f"cannot write {error.filename or path}: {describe_os_error(error)}; {remedy}"
         ) from error
-    except UsageError:
-        raise
-    except Exception as error:
-        if is_remote(path):  # whose client has errors of its own
-            raise unreachable(path, error) from error
-        raise
 
 
-def write_atomic(path, text):
-    """Writes `text` to `path` so that a reader (or a crash) sees the old file or the new one."""
-    with report_write_errors(path):
-        write_text(path, text)
+def describe_os_error(error):
+    """Return the system's words for an OSError, such as "No space left on device"."""
+    return error.strerror or str(error)

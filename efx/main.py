@@ -194,8 +194,7 @@ def main(argv=None):
     _configure_logging()
     try:
         signals.end_with_starter()
-        with signals.SecondSignal():
-            status = _status(list(sys.argv if argv is None else argv))
+        status = _status(list(sys.argv if argv is None else argv))
         if status == 0 and multihost.connected():
             multihost.disconnect()
     except Exception as error:

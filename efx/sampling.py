@@ -327,7 +327,9 @@ class _Run:
             variables, self.must_read = self.source.at(texts, self.variables)
         self.next_update += self.source.every
         if not self.is_split:
-            variables = jax.device_put(sharding.whole(variables), sharding.replicated(self.mesh))
+            variables = jax.device_put(
+                sharding.copy_to_one_device(variables), sharding.replicated(self.mesh)
+            )
         self.variables = self._call(models.unroll_variables, self.model, variables)
 
     def prefill(self, texts, done_B, index):

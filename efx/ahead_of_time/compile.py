@@ -306,7 +306,7 @@ def _replicated(shapes, mesh):
 
 def _compiled(lowered):
     """`lowered.compile()`, for which Ctrl-C does not have to wait, see `efx.parallel.signals`."""
-    return signals.Beside(lowered.compile).result()
+    return signals.BackgroundTask(lowered.compile).result()
 
 
 def _refused(message, beside=0):

@@ -32,7 +32,7 @@ def run(config, workdir, command_line=()):
     """Clusters, writes and prints, or prints a finished clustering; returns `Clustering.about`."""
     if jax.process_count() > 1:
         raise UsageError("--mode=cluster runs in one process: start it without several processes")
-    config, workdir = to_config(config), io.local_folder(workdir)
+    config, workdir = to_config(config), io.local_path(workdir)
     with run_dir.Lock(workdir) as lock:
         launch = run_dir.open_run(
             workdir,

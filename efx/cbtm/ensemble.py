@@ -80,7 +80,7 @@ class Ensemble:
                 f"--step={step}: does not apply to the experts of {workdir}, each "
                 "at its own step; leave it out"
             )
-        self.workdir, self._config = io.local_folder(workdir), config
+        self.workdir, self._config = io.local_path(workdir), config
         self.clustering = Clustering.load(self.workdir / CLUSTERS)
         self.count = self.clustering.count
         if config.ensemble.top_k > self.count:

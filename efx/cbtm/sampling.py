@@ -149,7 +149,7 @@ class _HostMemory:
         experiment, _, params, variables = self._ensemble.load_expert(j)
         # The sampler asks under a mesh of one device, and these may lie on those of all processes.
         with jax.set_mesh(experiment.mesh):
-            self._read[j] = jax.device_get(sharding.local({"params": params, **variables}))
+            self._read[j] = jax.device_get(sharding.gather({"params": params, **variables}))
         return experiment
 
     def __getitem__(self, j):

@@ -181,7 +181,7 @@ class TokenShards:
             if (meta["format"], meta["version"]) != (FORMAT, VERSION):
                 raise ValueError(f"format {meta['format']!r} version {meta['version']!r}")
             for shard in meta["shards"]:
-                if not io.is_plain_name(shard["file"]):
+                if not io.stays_below(shard["file"]):
                     raise ValueError(f"{shard['file']!r} is not the name of a file in this folder")
             return [
                 _Shard(self._folder / shard["file"], shard["split"], dtype, int(shard["tokens"]))

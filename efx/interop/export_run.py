@@ -56,7 +56,7 @@ def export_run(config, workdir, folder, *, step=None, dtype=None, shard_bytes=SH
         )
     checked = to_config(config)
     own_format.check(checked.model, checked.adapter.kind)
-    hf.check_new(io.local_folder(folder, "--to"))
+    hf.check_new(io.local_path(folder, "--to"))
     calibration = checked.evaluate.calibrate
     splits = ("train",) if calibration else ()
     built, step, params, variables = setup.finished(config, workdir, step, splits=splits)

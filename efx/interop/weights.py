@@ -106,7 +106,7 @@ def _shards(index):
     if not isinstance(shards, dict) or not shards:
         raise UsageError(f"{index}: weight_map is not a table of arrays and their files")
     for name, shard in shards.items():
-        if not io.is_plain_name(shard):
+        if not io.stays_below(shard):
             raise UsageError(f"{index}: weight_map lists {name} in {shard!r}, not a file name")
     return shards
 

@@ -26,7 +26,8 @@ from efx.layers.config import MoEConfig
 from efx.layers.linear import broadcast, mark_projection
 from efx.layers.mlp import MLP, activate
 from efx.layers.report import sow_choice
-from efx.parallel.sharding import constrain, exchange, parameter
+from efx.parallel.collectives import exchange
+from efx.parallel.sharding import constrain, parameter
 from efx.routing import admission, selection
 
 ROUTER_STD = 0.02

@@ -33,7 +33,8 @@ from efx.layers.learned_dropout import make_dropout
 from efx.layers.linear import broadcast, mark_projection
 from efx.layers.mlp import activate
 from efx.layers.moe import ExpertLinear
-from efx.parallel.sharding import constrain, exchange, parameter
+from efx.parallel.collectives import exchange
+from efx.parallel.sharding import constrain, parameter
 
 # Layouts of [X, B, T, D]: attention computes all channels of a device's rows, MLPs all rows of its
 # channels.

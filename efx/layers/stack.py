@@ -13,7 +13,7 @@ from efx.layers import kernels, linear
 from efx.layers.block import Block
 from efx.layers.config import BlockConfig, DenseFormerConfig, block_in_stack
 from efx.layers.soft_experts import SoftBlock
-from efx.parallel import sharding
+from efx.parallel.collectives import saves_exchanged
 from efx.parallel.sharding import constrain, parameter
 from efx.routing import selection
 from efx.routing.config import DepthRoutingConfig
@@ -37,7 +37,7 @@ REMAT_POLICIES = {
     "dots": _any_of(
         jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
         linear.saves_projections,
-        sharding.saves_exchanged,
+        saves_exchanged,
         kernels.saves_kernel_results,
         _keeps_selections,
     ),

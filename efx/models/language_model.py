@@ -13,7 +13,8 @@ from efx.layers.call import CacheView, Call
 from efx.layers.learned_dropout import make_dropout, make_mask_input
 from efx.layers.linear import Embedding, Linear, broadcast
 from efx.layers.stack import by_path
-from efx.parallel.sharding import constrain, reshard
+from efx.parallel.collectives import reshard
+from efx.parallel.sharding import constrain
 from efx.routing.controls import TokenPlacement
 
 # Logical axes of the token embedding, the position embedding and an untied output layer.

@@ -13,16 +13,15 @@ _log = logging.getLogger(__name__)
 
 
 def cache_folder():
-    """The folder of compiled programs."""
+    """Return the directory of compiled programs."""
     return os.environ.get("EFX_COMPILE_CACHE", str(pathlib.Path.home() / ".cache/efx/compiled"))
 
 
 def keep_compiled():
-    """Cache compiled programs in `cache_folder()`, unless several GPU processes do not share it.
+    """Cache compiled programs, unless several GPU processes do not share the directory.
 
-    XLA compilers of several GPU processes tune kernels together and wait for each other, and only
-    process 0 writes the cache. A process that finds a cached program would leave the others
-    waiting.
+    XLA tunes the kernels of several GPU processes together, and only process 0 writes the cache. A
+    process that finds a program there does not tune, so the others would wait for it forever.
     """
     folder = cache_folder()
     if multihost.connected() and jax.process_count() > 1 and jax.default_backend() == "gpu":

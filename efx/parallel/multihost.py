@@ -1,15 +1,13 @@
-"""Several processes of one run: how they are connected, and what is said when one of them is lost.
+"""Several processes of one run: their connection, shared directories, and the loss of one of them.
 
-A process that ends takes the others with it, since each of their steps needs all of them. What
-they notice first depends on the device: on a CPU a broken connection, which is an exception; on an
-accelerator nothing at all, until JAX's runtime misses the heartbeat and aborts the process without
-asking Python. So an observer, a process of its own, says the line where this one cannot any more.
+Each step needs all processes, so the loss of one ends the others: with an error of the collective
+that waits for it, reported in one line, or by JAX's runtime, which misses its heartbeat and aborts
+the process with a message of its own (SIGABRT). Launchers restart both.
 """
 
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -17,58 +15,37 @@ import traceback
 from efx import io
 from efx.errors import PassingError, UsageError
 
-# A process without a sign of life for so long is lost (JAX's default is 100 s). Heartbeats come
-# from a thread of the runtime that neither Python nor the device holds up.
-HEARTBEAT_SECONDS = 15
-# How long a process that fails stays, so that the others, which may fail for the same reason, say
-# so themselves before they lose it. Process 0 serves the connection and goes last.
+LOST = PassingError.status  # exit status of a process that lost another one
+_HEARTBEAT_SECONDS = 15  # until a silent process counts as lost; JAX's default is 100
+# A process that fails stays so long, so that the others can report the same error themselves
+# before they lose it. Process 0 serves the connection and stays longer.
 _GRACE_SECONDS = 2
-ADVICE = (
-    "see the output of the other processes; rerun the same command on all of them to resume "
-    "from the newest checkpoint"
-)
-# The exit status of a process that has lost another: the same command goes on.
-LOST = PassingError.status
-# What the errors of JAX's runtime say when the other end of a connection is gone.
+# In errors of JAX's runtime when the other end of a connection is gone.
 _SIGNS_OF_LOSS = ("Gloo", "NCCL", "coordination service", "heartbeat", "Connection reset by peer")
-
-_MARK = ".shared_"  # beginning of the file by which processes find out whether they share a folder
-_SHARED_SECONDS = 10  # that a network file system may need to show a new file
-
-_OBSERVER = """
-import os, signal, sys
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, signal.SIG_IGN)
-if not os.read(0, 1):
-    print("efx: stopped: " + sys.argv[1], file=sys.stderr, flush=True)
-"""
-_observer = None  # of this process, while it is connected to others
-
-
-class NotConnected(PassingError):
-    """The other processes of the run did not come."""
+_MARKER = ".shared_"  # beginning of the name of the file that `check_shared` creates
+_SHARED_SECONDS = 10  # that a network file system may take to show a new file
 
 
 def connect(coordinator_address=None, num_processes=None, process_id=None, *, preemption):
-    """Connects this process to the others of its run, before a device is touched.
+    """Connect this process to the others of its run. Call it before JAX touches a device.
 
-    Without arguments JAX finds the others (Slurm, TPU pods, GKE).
-
-    preemption: whether SIGTERM is a notice that training looks at (`efx.parallel.signals`); False,
-    or before training if there is one process alone: it ends the process.
+    Args: without the first three, JAX detects the cluster (Slurm, TPU pods, GKE).
+      preemption: whether `efx.parallel.signals` handles SIGTERM; False: it ends the process.
+    Raises: UsageError without a cluster or for a wrong address, PassingError if processes are
+      missing in a detected cluster.
     """
     import jax
 
-    global _observer
     jax.config.update("jax_enable_preemption_service", preemption)
+    # gRPC would connect through these. Downloads may need them later.
+    proxies = {name: os.environ.pop(name) for name in list(os.environ) if "_proxy" in name.lower()}
     try:
-        with _proxies_hidden():
-            jax.distributed.initialize(
-                coordinator_address,
-                num_processes,
-                process_id,
-                heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-            )
+        jax.distributed.initialize(
+            coordinator_address,
+            num_processes,
+            process_id,
+            heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
+        )
     except (ValueError, RuntimeError) as error:
         if coordinator_address is None and "should be defined" in str(error):
             raise UsageError(
@@ -76,89 +53,60 @@ def connect(coordinator_address=None, num_processes=None, process_id=None, *, pr
                 "leave it out, or set --coordinator_address, --num_processes and --process_id"
             ) from error
         address = coordinator_address or "detected by --distributed"
-        # Where nobody has given an address, none is wrong: a machine is lost at the start.
-        raise (UsageError if coordinator_address else NotConnected)(
+        raise (UsageError if coordinator_address else PassingError)(
             f"the processes could not connect (process 0 is {address}): "
             f"{str(error).splitlines()[0]}"
         ) from error
-    if preemption and jax.process_count() == 1:
-        # JAX's service has taken SIGTERM, also before training asks for it. Alone, nobody asks the
-        # service: the signal ends the process until `efx.parallel.signals` catches it.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    line = (
-        f"process {jax.process_index()} of {jax.process_count()} ended without an error "
-        "message: it was killed, or JAX's runtime ended it because another process is lost; "
-        f"{ADVICE}"
-    )
-    # -I -S: nothing is imported, so that it costs no more than a megabyte or two.
-    _observer = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _OBSERVER, line],
-        stdin=subprocess.PIPE,
-        start_new_session=True,
-    )
-
-
-@contextlib.contextmanager
-def _proxies_hidden():
-    """Hide http_proxy and the like, through which gRPC would try to reach the other processes.
-
-    Only while the connection is made, which is kept: downloads may need the proxy.
-    """
-    hidden = {name: os.environ.pop(name) for name in list(os.environ) if "_proxy" in name.lower()}
-    try:
-        yield
     finally:
-        os.environ.update(hidden)
+        os.environ.update(proxies)
+    if preemption and jax.process_count() == 1:
+        # Take SIGTERM back from JAX's service, which `StopSignals` does not use for one process.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def connected():
-    """Whether `connect` was called."""
-    return _observer is not None
+    """Whether this process is connected to others."""
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized()
 
 
 def disconnect():
-    """Ends the connection when all processes have come to their end."""
+    """Wait for all processes to finish, then close the connection."""
     import jax
 
-    global _observer
     jax.distributed.shutdown()
-    _observer.communicate(b".")
-    _observer = None
 
 
 def fail(error, status=1):
-    """Ends this process, which is connected to others, though they may not know that it failed.
+    """Report an error and end this process, which is connected to others.
 
-    error: what has not been reported yet, or None. Exit handlers are not run: JAX's waits minutes
-      for the others.
+    Exit handlers are skipped, since JAX's would wait minutes for the other processes.
+
+    Args:
+      error: an exception that was not reported yet, or None.
     """
     import jax
 
-    if is_loss(error):
-        print(f"efx: stopped: another process of the run is lost; {ADVICE}", file=sys.stderr)
+    is_from_jax = isinstance(error, jax.errors.JaxRuntimeError)
+    if is_from_jax and any(sign in str(error) for sign in _SIGNS_OF_LOSS):
+        print(
+            "efx: stopped: another process of the run is lost; see the output of the other "
+            "processes; rerun the same command on all of them to resume",
+            file=sys.stderr,
+        )
         status = LOST
     elif error is not None:
         traceback.print_exception(error)
     sys.stdout.flush()
     sys.stderr.flush()
-    _observer.communicate(b".")
-    time.sleep(_GRACE_SECONDS * (1 + (jax.process_index() == 0)))
+    time.sleep(_GRACE_SECONDS * (2 if jax.process_index() == 0 else 1))
     os._exit(status)
 
 
-def is_loss(error):
-    """Whether the exception says that another process is gone."""
-    import jax
-
-    if not isinstance(error, jax.errors.JaxRuntimeError):
-        return False
-    return any(sign in str(error) for sign in _SIGNS_OF_LOSS)
-
-
 def run_on_primary(workdir, action):
-    """Run `action` on process 0 and return its result on every process.
+    """Run `action` on process 0 and return its result, a non-negative int or None, everywhere.
 
-    action: returns an int that is not negative, or None. If it raises, all processes raise.
+    If it raises, all processes raise.
     """
     import jax
 
@@ -182,8 +130,10 @@ def run_on_primary(workdir, action):
 
 
 def first_process_missing(is_visible, timeout):
-    """The index of the first process on which `is_visible()` stays false for `timeout` seconds, or
-    None. All processes have to call it."""
+    """Return the first process where `is_visible()` stays false for `timeout` seconds, or None.
+
+    All processes have to call this.
+    """
     import numpy as np
     from jax.experimental import multihost_utils
 
@@ -195,41 +145,38 @@ def first_process_missing(is_visible, timeout):
 
 
 def check_shared(workdir, setting="--workdir"):
-    """Raises UsageError, on all processes, unless all of them see the same folder.
+    """Raise UsageError, on all processes, unless they share the directory.
 
-    Process 0 makes a file there for a moment, and the folder if it is absent.
+    Process 0 creates a file there, or in the nearest parent that exists, and the others look for
+    it.
     """
     import jax
 
     if jax.process_count() == 1:
         return
-    folder = io.folder(workdir)
+    directory = io.folder(workdir, setting)
+    # A bucket has no directories to create, and its parents may be forbidden.
+    candidates = [directory] if io.is_remote(directory) else [directory, *directory.parents]
 
-    def make():
+    def create_marker():
         number = int.from_bytes(os.urandom(3), "big")
-        with io.report_write_errors(folder):
-            # A bucket has no folders to make; who may write there need not be allowed to look at
-            # what is above it, the list of all buckets.
-            above = () if io.is_remote(folder) else (folder, *folder.parents)
-            made = [path for path in above if not path.exists()]
-            folder.mkdir(parents=True, exist_ok=True)
-            made_by[:] = [folder / f"{_MARK}{number}", *made]
-            made_by[0].write_text("")
+        home = next((path for path in candidates if path.is_dir()), directory)
+        with io.report_write_errors(home):
+            (home / f"{_MARKER}{number}").write_text("")
         return number
 
-    made_by = []  # what process 0 made, to be taken away again
-    mark = folder / f"{_MARK}{run_on_primary(workdir, make)}"
-    missing = first_process_missing(mark.exists, _SHARED_SECONDS)
-    for path in made_by[:1]:
-        path.unlink(missing_ok=True)
-    for path in made_by[1:]:
-        with contextlib.suppress(OSError):  # another launch has made something there
-            path.rmdir()
+    name = f"{_MARKER}{run_on_primary(workdir, create_marker)}"
+    markers = [path / name for path in candidates]
+    missing = first_process_missing(lambda: any(m.exists() for m in markers), _SHARED_SECONDS)
+    if jax.process_index() == 0:
+        for marker in markers:
+            with contextlib.suppress(OSError):
+                marker.unlink()
     if missing is not None:
         raise UsageError(
             f"{setting}={workdir} is not shared by all processes: process {missing} does not see "
-            "the files of process 0; use a shared folder, on a network file system or at "
-            "gs://BUCKET/FOLDER"
+            "the files of process 0; use a directory on a network file system or at "
+            "gs://BUCKET/DIRECTORY"
         )
 
 

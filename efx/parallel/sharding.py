@@ -1,13 +1,12 @@
-"""The mesh, the rules from logical to mesh axes, and collectives between devices.
+"""Layouts of arrays on the mesh: the rules from logical to mesh axes, constraints, placement.
 
-Layers name logical axes only (the tables below). One table, `config.rules`, maps them to mesh axes;
-a logical name that it does not list is an error, so that a misspelt name cannot mean "replicated".
+Layers name logical axes only. One table, `config.rules`, maps these to mesh axes; a logical name
+without a rule is an error, so that a misspelt name cannot mean "replicated".
 """
 
 import collections
 import contextlib
 import contextvars
-import functools
 import math
 import types
 
@@ -16,16 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from flax.errors import ScopeParamShapeError
-from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import mesh_utils
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from efx.config.schema import as_dict
 from efx.errors import UsageError, nearest
+from efx.parallel.mesh import MESH_AXES, make_mesh
 
-MESH_AXES = ("data", "fsdp", "tensor", "expert", "sequence")
-
-# Several rules may name one logical axis: the first one applies whose mesh axes no other dimension
+# A logical axis may have several rules: the first one applies whose mesh axes no other dimension
 # of the array uses.
 DEFAULT_RULES = (
     # Outside of experts the mesh axis `expert` splits the batch and the parameters, like `fsdp`.
@@ -53,106 +48,16 @@ DEFAULT_RULES = (
     ("act_vocab", "tensor"),
 )
 LOGICAL_AXES = tuple(dict.fromkeys(name for name, _ in DEFAULT_RULES))
-
-# Logical axes of each kind of activation that layers constrain.
-_ACTIVATIONS = (
-    ("batch", "length", "act_embed"),
-    ("batch", "length", "act_heads"),
-    ("batch", "length", "act_kv_heads"),
-    ("batch", "length", "act_mlp"),
-    ("batch", "length", "act_vocab"),
-    ("act_vocab", "act_embed"),
-    ("act_expert", "expert_batch", "length", "act_embed"),
-    ("act_expert", "expert_batch", "act_mlp"),
-)
-
-_TILE_ROWS = 8  # a TPU stores matrices in tiles of 8 rows
+_TILE_ROWS = 8  # of a matrix in the memory of a TPU
 
 
-def make_mesh(mesh_config, devices=None):
-    """A mesh with the axes of `MESH_AXES`; one size may be -1: all remaining devices.
-
-    Neighbouring devices go to the later axes, which communicate most.
-
-    Args:
-      mesh_config: the block `config.mesh`, or a dict of the sizes.
-      devices: None: all devices of JAX.
-    """
-    devices = jax.devices() if devices is None else list(devices)
-    settings = as_dict(mesh_config)
-    sizes = {name: settings[name] for name in MESH_AXES}
-    inferred = [name for name, size in sizes.items() if size == -1]
-    if len(inferred) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
-        raise UsageError(
-            f"config.mesh={sizes}: each size must be at least 1, and at most one of them -1"
-        )
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    if len(devices) % fixed or (fixed != len(devices) and not inferred):
-        raise UsageError(
-            f"config.mesh={sizes}: needs {'a multiple of ' if inferred else ''}{fixed} "
-            f"devices, but there are {len(devices)}"
-        )
-    if inferred:
-        sizes[inferred[0]] = len(devices) // fixed
-    # Auto, not Explicit: linen's logical constraints are hints to the partitioner.
-    return jax.sharding.Mesh(
-        _device_array(sizes, settings.get("dcn_data", 0), devices),
-        MESH_AXES,
-        axis_types=(AxisType.Auto,) * len(MESH_AXES),
-    )
-
-
-def _device_array(sizes, groups, devices):
-    """Array of the devices with these sizes.
-
-    Args:
-      groups: `config.mesh.dcn_data`, the number of groups of devices on the slower network; 0: the
-        number of TPU slices.
-    """
-    is_tpu = devices[0].platform == "tpu"
-    if not is_tpu and groups <= 1:
-        # In the order of processes: later axes lie within a host. GPUs and CPUs report no topology.
-        return np.array(devices).reshape(tuple(sizes.values()))
-    # Devices of a single slice may have no slice_index. For GPUs it numbers the machines, whether a
-    # process has one GPU or all of its machine.
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
-    hosts = len({device.process_index for device in devices})
-    groups = groups or slices
-    if groups not in ({slices} if slices > 1 else {1, hosts}):
-        kind = "slices" if is_tpu else "machines"
-        found = f"{slices} {kind}" if slices > 1 else f"{hosts} hosts"
-        raise UsageError(
-            f"config.mesh.dcn_data={groups}: there are {found} of devices; use 0 to detect the "
-            "number"
-        )
-    if sizes["data"] % groups:
-        raise UsageError(
-            f"config.mesh={sizes}: data={sizes['data']} must be a multiple of the {groups} "
-            "groups of devices on the slower network (config.mesh.dcn_data; TPU slices), "
-            "because only the data axis may span them"
-        )
-    inner = (sizes["data"] // groups, *list(sizes.values())[1:])
-    options = dict(devices=devices, allow_split_physical_axes=True)
-    try:
-        if groups == 1:
-            return mesh_utils.create_device_mesh(inner, **options)
-        outer = (groups, *(1,) * (len(sizes) - 1))
-        return mesh_utils.create_hybrid_device_mesh(
-            inner, outer, process_is_granule=slices == 1, **options
-        )
-    except (ValueError, NotImplementedError, AssertionError) as error:
-        raise UsageError(
-            f"config.mesh={sizes} does not fit these {len(devices)} devices: "
-            + (" ".join(str(error).split()) or type(error).__name__)
-        ) from error
+# ---- rules -------------------------------------------------------------------------------------
 
 
 def check_rules(rules):
-    """`config.rules` as a tuple of pairs.
+    """Return `config.rules` as a tuple of pairs.
 
-    Raises:
-      UsageError: a rule is no pair, a name is unknown, a logical axis has no rule, or two
-        dimensions of one activation are mapped to the same mesh axis.
+    Raises: UsageError if a rule is not a pair, a name is unknown, or a logical axis has no rule.
     """
     for i, rule in enumerate(rules):
         is_pair = isinstance(rule, (tuple, list)) and len(rule) == 2
@@ -161,42 +66,56 @@ def check_rules(rules):
                 f"config.rules[{i}]={rule!r}: must be a pair (logical axis, mesh axis or axes or "
                 "None)"
             )
-    rules = tuple((name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in rules)
-    with_rule = {name for name, _ in rules}
-    for name in LOGICAL_AXES:
-        if name not in with_rule:
-            raise UsageError(f"config.rules: there is no rule for the logical axis {name!r}")
-    for name, axes in rules:
+        name, axes = rule[0], _as_tuple(rule[1])
         if name not in LOGICAL_AXES:
             hint = nearest(name, LOGICAL_AXES)
             raise UsageError(f"config.rules: {name!r} is not a logical axis{hint}")
-        for axis in _as_tuple(axes):
-            if axis not in MESH_AXES:
-                raise UsageError(
-                    f"config.rules: {name!r} is mapped to {axis!r}, not a mesh axis; the axes "
-                    f"are {', '.join(MESH_AXES)}"
-                )
-        if len(set(_as_tuple(axes))) < len(_as_tuple(axes)):
+        if not set(axes) <= set(MESH_AXES) or len(set(axes)) < len(axes):
             raise UsageError(
-                f"config.rules: {name!r} is mapped to {axes!r}; use each mesh axis once"
+                f"config.rules: {name!r} is mapped to {rule[1]!r}; use each of the mesh axes "
+                f"{', '.join(MESH_AXES)} at most once"
             )
-    for names in _ACTIVATIONS:
-        for name, axes in zip(names, nn.logical_to_mesh_axes(names, rules), strict=True):
-            # Flax returns None for a dimension without an applicable rule, too.
-            if axes is None and (name, None) not in rules:
-                raise UsageError(
-                    f"config.rules: {name!r} is mapped to a mesh axis of another dimension of the "
-                    f"activation {names}; map it to a different mesh axis, or to None"
-                )
+    rules = tuple((name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in rules)
+    if missing := [name for name in LOGICAL_AXES if name not in dict(rules)]:
+        raise UsageError(f"config.rules: there is no rule for the logical axis {missing[0]!r}")
     return rules
+
+
+def unsplit(rules, *names):
+    """Return the rules with these logical axes not split."""
+    return tuple((name, None if name in names else axes) for name, axes in rules)
+
+
+def shard_count(mesh, rules, name):
+    """Return the number of shards of a logical axis."""
+    axes = nn.logical_to_mesh_sharding(PartitionSpec(name), mesh, rules).spec[0]
+    return num_devices(mesh, _as_tuple(axes))
+
+
+def batch_shards(mesh, rules):
+    """Return the number of shards of the batch axis."""
+    return shard_count(mesh, rules, "batch")
+
+
+def _as_tuple(axes):
+    """Return an entry of a PartitionSpec (a mesh axis, several, or None) as a tuple."""
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def num_devices(mesh, axes):
+    """Return the number of devices along these mesh axes together."""
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+# ---- the current mesh --------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def use(mesh, rules):
     """Context in which arrays are laid out by this mesh and these rules.
 
-    Rules are not part of jit's cache key: one jitted function belongs to one mesh and one set of
-    rules.
+    The rules are not part of jit's cache key: use a jitted function with one mesh and one set of
+    rules only.
     """
     with _without_cached_collectives(mesh), used_in_thread(mesh, rules):
         yield
@@ -216,16 +135,14 @@ def _without_cached_collectives(mesh):
     Programs read from the cache do not keep the order of their collectives (jaxlib 0.10.2), so
     devices deadlock until XLA aborts the process.
     """
-    if mesh.size == 1 or mesh.devices.flat[0].platform != "cpu":
-        yield
-        return
-    name = "jax_persistent_cache_min_compile_time_secs"
     before = jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update(name, math.inf)
+    is_affected = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+    seconds = math.inf if is_affected else before
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
     try:
         yield
     finally:
-        jax.config.update(name, before)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
 
 
 def single_device():
@@ -239,201 +156,124 @@ def as_one_device():
     return nn.logical_axis_rules(unsplit(DEFAULT_RULES, *LOGICAL_AXES))
 
 
-def constrain(x, *axes):
-    """Constrain the layout of an activation by logical names; does nothing outside a mesh.
-
-    Positions that do not divide over the devices of `length`, such as the slots of a routed block,
-    are not split: beside another split axis the partitioner would add results of its padding to the
-    first token of a row.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return x
-    if "length" in axes and x.shape[axes.index("length")] % ways("length"):
-        axes = tuple(None if name == "length" else name for name in axes)
-    return nn.with_logical_constraint(x, axes, fallback=nn.spmd.RulesFallback.RAISE_ERROR)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def reshard(x, stored, used):
-    """A parameter, stored by the logical axes `stored`, laid out by `used`.
-
-    Its gradient is laid out by `stored`. Without this rule it would be laid out by `used`: every
-    device would sum the whole gradient, not only its part.
-    """
-    return constrain(x, *used)
-
-
-def _reshard_forward(x, stored, used):
-    return constrain(x, *used), None
-
-
-def _reshard_backward(stored, used, _, gradient):
-    return (constrain(gradient, *stored),)
-
-
-reshard.defvjp(_reshard_forward, _reshard_backward)
-
-
-_EXCHANGED = "exchanged"
-saves_exchanged = jax.checkpoint_policies.save_only_these_names(_EXCHANGED)
-
-
-def exchange(x, before, after):
-    """x, laid out by the logical axes `before`, laid out by `after`.
-
-    An all-to-all where one mesh axis moves from one dimension to another: the partitioner does not
-    always find it and then gathers all of x on every device. The policy `saves_exchanged` of
-    `jax.checkpoint` saves the result, so that the backward pass does not repeat the exchange.
-    """
-    x = constrain(x, *before)
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return x
-    old, new = _mesh_axes(before), _mesh_axes(after)
-    changed = [i for i in range(x.ndim) if old[i] != new[i]]
-    if not changed:
-        return constrain(x, *after)
-    source = max(changed, key=lambda i: len(old[i]) - len(new[i]))
-    target = next((i for i in changed if i != source), source)
-    moved = old[source][-1:]
-    is_all_to_all = (
-        len(changed) == 2
-        and old[source] == (*new[source], *moved)
-        and new[target] == (*old[target], *moved)
-    )
-    divides = all(
-        size % math.lcm(_num_devices(mesh, a), _num_devices(mesh, b)) == 0
-        for size, a, b in zip(x.shape, old, new, strict=True)
-    )
-    if is_all_to_all and divides:
-        x = jax.shard_map(
-            lambda x: jax.lax.all_to_all(
-                x, moved, split_axis=target, concat_axis=source, tiled=True
-            ),
-            in_specs=PartitionSpec(*old),
-            out_specs=PartitionSpec(*new),
-            check_vma=False,
-        )(x)
-    return checkpoint_name(constrain(x, *after), _EXCHANGED)
-
-
 def platform():
-    """ "cpu", "gpu" or "tpu": the platform of the current mesh, or of JAX's default backend."""
+    """Return "cpu", "gpu" or "tpu": of the current mesh, or without one JAX's default backend."""
     mesh = jax.sharding.get_abstract_mesh()
     name = jax.default_backend() if mesh.empty else mesh.abstract_device.platform
     return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
 
 
 def ways(name):
-    """Number of devices over which the current mesh and rules split a logical axis."""
+    """Return the number of devices over which the current mesh and rules split a logical axis."""
     mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty else _num_devices(mesh, *_mesh_axes((name,)))
+    return 1 if mesh.empty else num_devices(mesh, *mesh_axes((name,)))
 
 
-def _mesh_axes(names):
-    """For each logical axis the tuple of mesh axes that splits it, by the current rules."""
+def mesh_axes(names):
+    """Return for each logical axis the tuple of mesh axes that splits it, by the current rules."""
     return [_as_tuple(axes) for axes in nn.logical_to_mesh_axes(names)]
 
 
-def _as_tuple(axes):
-    """An entry of a PartitionSpec (a mesh axis, several, or None) as a tuple."""
-    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+# ---- constraints in the model ------------------------------------------------------------------
 
 
-def _num_devices(mesh, axes):
-    """Number of devices along these mesh axes together."""
-    return math.prod(mesh.shape[axis] for axis in axes)
+def constrain(x, *axes):
+    """Constrain the layout of an activation by logical names; does nothing without a mesh.
+
+    Positions that do not divide over the devices of `length`, such as the slots of a routed block,
+    are not split: beside another split axis the partitioner would add results of its padding to the
+    first token of a row.
+
+    Raises: UsageError for a logical name without a rule, or whose mesh axes other dimensions use.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    if "length" in axes and x.shape[axes.index("length")] % ways("length"):
+        axes = tuple(None if name == "length" else name for name in axes)
+    try:
+        return nn.with_logical_constraint(x, axes, fallback=nn.spmd.RulesFallback.RAISE_ERROR)
+    except ValueError as error:
+        raise UsageError(
+            f"config.rules: no rule applies to a dimension of the activation {axes}; map it to a "
+            f"mesh axis that no other dimension uses, or to None ({error})"
+        ) from error
+
+
+# ---- layouts of parameters and batches ---------------------------------------------------------
 
 
 def path_names(path):
-    """The key path of a leaf as a tuple of strings."""
+    """Return the key path of a leaf as a tuple of strings."""
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
 def tree_shardings(boxed, mesh, rules):
-    """NamedSharding of every leaf of a tree of (possibly boxed) abstract arrays.
+    """Return the NamedSharding of every leaf of a tree of (possibly boxed) abstract arrays.
 
-    Raises:
-      UsageError: a dimension of a parameter does not divide over its mesh axes.
+    Raises: UsageError if a dimension of a parameter does not divide over its mesh axes.
     """
     specs = nn.get_partition_spec(boxed)
     shardings = nn.logical_to_mesh_sharding(specs, mesh, rules)
-    shapes = nn.unbox(boxed)
 
     def check(path, shape, sharding):
         if not isinstance(sharding, NamedSharding):
-            return NamedSharding(mesh, PartitionSpec())
+            return replicated(mesh)
         for size, axes in zip(shape.shape, sharding.spec, strict=False):
-            axes = _as_tuple(axes)
-            count = _num_devices(mesh, axes)
+            count = num_devices(mesh, _as_tuple(axes))
             if size % count:
                 name = jax.tree_util.keystr(path, simple=True, separator="/")
                 raise UsageError(
                     f"{name} of shape {shape.shape}: {size} is not a multiple of the {count} "
-                    f"devices of the mesh axes {axes}; change config.mesh, config.rules or the "
-                    "model's width (for a vocabulary: config.model.vocab_multiple=0, or a "
+                    f"devices of the mesh axes {_as_tuple(axes)}; change config.mesh, config.rules "
+                    "or the model's width (for a vocabulary: config.model.vocab_multiple=0, or a "
                     f"multiple of {count})"
                 )
         return sharding
 
-    return jax.tree_util.tree_map_with_path(check, shapes, shardings)
+    return jax.tree_util.tree_map_with_path(check, nn.unbox(boxed), shardings)
 
 
 def torn_tiles(shapes):
-    """Advice for a mesh that splits matrices into shards that are no whole tiles, or "".
+    """Return advice if the mesh splits many matrices inside of a tile of a TPU, else "".
 
-    A TPU stores matrices in tiles of 8 rows. It copies arrays that it has gathered from other
-    shards once more, which may take longer than all products of a step (benchmarks/NOTES.md).
+    A TPU copies such arrays once more after gathering them, which took half of a step with 6656
+    columns on 256 chips (by the compiler, benchmarks/NOTES.md).
 
     Args:
       shapes: tree of arrays or shapes with shardings.
     """
-    torn, total = collections.Counter(), 0
-    for leaf in jax.tree.leaves(shapes):
-        total += leaf.size
-        if len(leaf.shape) < 2:
-            continue
+    leaves, torn = jax.tree.leaves(shapes), collections.Counter()
+    for leaf in leaves:
         shard = leaf.sharding.shard_shape(leaf.shape)
-        for size, rows in zip(leaf.shape[-2:], shard[-2:], strict=True):
-            if rows < size and rows % _TILE_ROWS:
-                torn[size, size // rows] += leaf.size
-    if not torn or max(torn.values()) < total / 10:
+        if len(shard) > 1:
+            for size, rows in list(zip(leaf.shape, shard, strict=True))[-2:]:
+                if rows < size and rows % _TILE_ROWS:
+                    torn[size, rows] += leaf.size
+    if not torn or max(torn.values()) < sum(leaf.size for leaf in leaves) / 10:
         return ""
-    (size, count), _ = torn.most_common(1)[0]
-    fewer = [n for n in range(2, count) if count % n == 0 and size // n % _TILE_ROWS == 0]
+    (size, rows), _ = torn.most_common(1)[0]
     return (
-        f"config.mesh splits {size} into {count} shards of {size // count}, not a multiple of the "
-        f"{_TILE_ROWS} rows of a tile, so a TPU copies the gathered arrays once more"
-        + (f"; with config.mesh.data=-1, {max(fewer)} shards are multiples" if fewer else "")
+        f"config.mesh splits {size} into shards of {rows}, not a multiple of the {_TILE_ROWS} rows "
+        "of a TPU's tile, so gathered arrays are copied once more; use a smaller config.mesh.fsdp"
     )
 
 
 def batch_sharding(mesh, rules):
-    """Sharding of a [batch, length] array of the data pipeline."""
+    """Return the sharding of a [batch, length] array of the data pipeline."""
     return nn.logical_to_mesh_sharding(PartitionSpec("batch", "length"), mesh, rules)
 
 
 def replicated(mesh):
+    """Return the sharding of an array that every device holds."""
     return NamedSharding(mesh, PartitionSpec())
-
-
-def shard_count(mesh, rules, name):
-    """The number of shards of the logical axis `name`."""
-    axes = nn.logical_to_mesh_sharding(PartitionSpec(name), mesh, rules).spec[0]
-    return _num_devices(mesh, _as_tuple(axes))
-
-
-def batch_shards(mesh, rules):
-    """The number of shards of the batch axis."""
-    return shard_count(mesh, rules, "batch")
 
 
 class Placement:
     """Places batches of `size` rows on a mesh, and lists the rows that this process has to read.
 
-    A row's index in the batch decides where it goes, not the process: several processes hold the
-    same rows if a mesh axis that does not split the batch, such as tensor, spans them.
+    The index of a row in the batch decides its devices. Several processes hold the same rows if a
+    mesh axis that does not split the batch, such as tensor, spans them.
 
     Args:
       size: rows of the global batch, a multiple of `batch_shards`.
@@ -463,8 +303,8 @@ class Placement:
         return jax.make_array_from_callback((self._size, *x.shape[1:]), self._sharding, local_block)
 
 
-def whole(tree):
-    """Replicated arrays on one device of this host, without communication."""
+def copy_to_one_device(tree):
+    """Copy replicated arrays to one device of this host, without communication."""
 
     def one(x):
         on_mesh = isinstance(x, jax.Array) and not x.is_fully_addressable
@@ -473,27 +313,22 @@ def whole(tree):
     return jax.device_put(jax.tree.map(one, tree), jax.local_devices()[0])
 
 
-def mesh_that_splits(tree):
-    """The mesh over which an array (or shape) of a tree is split; None if all are replicated."""
-    for x in jax.tree.leaves(tree):
-        layout = getattr(x, "sharding", None)
-        if layout is not None and not layout.is_fully_replicated:
-            return layout.mesh
-    return None
-
-
-def unsplit(rules, *names):
-    """The rules, with these logical axes not split."""
-    return tuple((name, None if name in names else axes) for name, axes in rules)
-
-
-def local(tree):
-    """Arrays gathered on one device of this host."""
+def gather(tree):
+    """Gather split arrays on one device of this host."""
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
         return multihost_utils.process_allgather(tree, tiled=True)
     return jax.device_put(tree, jax.devices()[0])
+
+
+def mesh_that_splits(tree):
+    """Return the mesh over which an array of a tree is split, or None if all are replicated."""
+    for x in jax.tree.leaves(tree):
+        layout = getattr(x, "sharding", None)
+        if layout is not None and not layout.is_fully_replicated:
+            return layout.mesh
+    return None
 
 
 # ---- parameters --------------------------------------------------------------------------------
@@ -512,10 +347,10 @@ def only_shapes():
 
 
 def parameter(module, name, init, shape, axes):
-    """A float32 parameter.
+    """Return a float32 parameter.
 
-    `module.param` would trace `init` at every call of the module to compare shapes, which takes a
-    fifth of the time of tracing a model.
+    `module.param` alone would trace `init` at every call of the module to compare shapes, a fifth
+    of the time of tracing a model.
 
     Args:
       init: (key, shape, dtype) -> initial values.

@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
         arguments.command = f"{self.prog} {shlex.join(argv)}"
         try:
             if "workdir" in arguments:
-                io.local_folder(arguments.workdir or "")
+                io.local_path(arguments.workdir or "")
             if getattr(arguments, "jobs", 1) < 1:
                 raise UsageError(f"--jobs={arguments.jobs}: must be at least 1")
             with jobs.Stoppable():

@@ -49,7 +49,7 @@ def token_map(ensemble, config, ids, next_id=None):
         if not used_T.any():
             continue
         experiment, _, params, variables = ensemble.load_expert(j)
-        variables = sharding.local({"params": params, **variables})
+        variables = sharding.gather({"params": params, **variables})
         keys = evaluation_keys(experiment.config.seed, 0)
         log_p_TV, decisions = predictions(experiment.model, variables, ids, keys)
         log_p_TV = log_p_TV + log_w_TE[:, j, None]

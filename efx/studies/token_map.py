@@ -83,7 +83,7 @@ def map_of_run(workdir, text, step=None):
     splits = ("eval",) if text is None else ()
     built, step, params, variables = setup.finished(config, workdir, step, splits)
     ids, after = tokens_of(built.tokenizer, text, lambda: built.data, built.model.context)
-    variables = sharding.local({"params": params, **variables})
+    variables = sharding.gather({"params": params, **variables})
     keys = evaluation_keys(config.seed, 0)
     made = token_choices.token_map(built.model, variables, ids, keys, after)
     return made, ids, token_text.pieces(built.tokenizer, ids), f"step {step}"

@@ -1,10 +1,11 @@
-"""A stand-in for Google Cloud Storage: the file systems `gcs` and `s3` of fsspec, and
-the HTTP interface by which tensorstore reads and writes arrays."""
+"""A stand-in for Google Cloud Storage and S3: file systems of fsspec, and the HTTP requests by
+which tensorstore reads and writes arrays."""
 
 import contextlib
 import datetime
 import http.server
 import io
+import itertools
 import json
 import sys
 import threading
@@ -15,7 +16,7 @@ import fsspec
 
 OBJECTS = {}  # "bucket/name": (bytes, generation)
 _lock = threading.RLock()
-_generations = iter(range(1, 1 << 60))
+_generations = itertools.count(1)
 
 
 def put(name, data):
@@ -34,18 +35,8 @@ class Store(fsspec.AbstractFileSystem):
     def _strip_protocol(cls, path):
         return str(path).partition("://")[2].strip("/") or str(path).strip("/")
 
-    def exists(self, path, **_):
-        """As in gcsfs: any error but FileNotFoundError is raised."""
-        try:
-            self.info(path)
-        except FileNotFoundError:
-            return False
-        return True
-
     def info(self, path, **_):
         path = self._strip_protocol(path)
-        if path in ("", "gs:"):
-            raise OSError("Forbidden: no access to the list of all buckets")
         with _lock:
             if path in OBJECTS:
                 data, generation = OBJECTS[path]
@@ -76,17 +67,12 @@ class Store(fsspec.AbstractFileSystem):
     makedirs = rmdir = mkdir
 
     def rm_file(self, path):
-        with _lock:
-            if self._strip_protocol(path) in OBJECTS:
-                del OBJECTS[self._strip_protocol(path)]
+        OBJECTS.pop(self._strip_protocol(path), None)
 
     _rm = rm_file
 
     def cp_file(self, path1, path2, **_):
-        name = self._strip_protocol(path1)
-        if name not in OBJECTS:  # a folder is no object
-            raise FileNotFoundError(name)
-        put(self._strip_protocol(path2), OBJECTS[name][0])
+        put(self._strip_protocol(path2), OBJECTS[self._strip_protocol(path1)][0])
 
 
 class _Written(io.BytesIO):
@@ -113,64 +99,30 @@ class _Server(http.server.BaseHTTPRequestHandler):
         for name, value in {"Content-Length": len(data), **headers}.items():
             self.send_header(name.replace("_", "-"), str(value))
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    def _request(self):
-        """(bucket, name of the object or None, query)."""
-        url = urllib.parse.urlsplit(self.path)
-        query = dict(urllib.parse.parse_qsl(url.query, keep_blank_values=True))
-        parts = url.path.split("/b/", 1)[1].split("/")
-        name = urllib.parse.unquote("/".join(parts[2:])) if len(parts) > 2 else query.get("name")
-        return parts[0], name, query
+        self.wfile.write(data)
 
     def do_GET(self):
-        if "/b/" not in self.path:  # a request for credentials
+        """.../b/BUCKET/o/NAME, of which a range may be requested."""
+        bucket, _, name = self.path.partition("?")[0].partition("/b/")[2].partition("/o/")
+        key = f"{bucket}/{urllib.parse.unquote(name)}"
+        if key not in OBJECTS:  # or a request for credentials
             return self._respond(404)
-        bucket, name, query = self._request()
-        with _lock:
-            if name is None:
-                return self._list(bucket, query)
-            key = f"{bucket}/{name}"
-            if key not in OBJECTS:
-                return self._respond(404)
-            data, generation = OBJECTS[key]
-        if query.get("alt") != "media":
-            about = {"name": name, "generation": str(generation), "size": str(len(data))}
-            return self._respond(200, json.dumps(about).encode())
+        data, generation = OBJECTS[key]
         headers = {"x_goog_generation": generation}
         if requested := self.headers.get("Range"):
-            first, last = requested.removeprefix("bytes=").split("-")
-            start = int(first) if first else len(data) - int(last)
-            stop = min(int(last) + 1, len(data)) if first and last else len(data)
-            headers["Content_Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
-            return self._respond(206, data[start:stop], **headers)
+            start, last = map(int, requested.removeprefix("bytes=").split("-"))
+            headers["Content_Range"] = f"bytes {start}-{last}/{len(data)}"
+            return self._respond(206, data[start : last + 1], **headers)
         return self._respond(200, data, **headers)
 
-    def _list(self, bucket, query):
-        begin = f"{bucket}/{query.get('prefix', '')}"
-        names = sorted(name[len(bucket) + 1 :] for name in OBJECTS if name.startswith(begin))
-        low, high = query.get("startOffset", ""), query.get("endOffset")
-        names = [name for name in names if name >= low and (not high or name < high)]
-        items = [{"name": name, "size": str(len(OBJECTS[f"{bucket}/{name}"][0])),
-                  "generation": str(OBJECTS[f"{bucket}/{name}"][1])} for name in names]  # fmt: skip
-        self._respond(200, json.dumps({"items": items}).encode())
-
     def do_POST(self):
-        bucket, name, query = self._request()
+        """.../b/BUCKET/o?name=NAME."""
+        url = urllib.parse.urlsplit(self.path)
+        (name,) = urllib.parse.parse_qs(url.query)["name"]
         data = self.rfile.read(int(self.headers["Content-Length"]))
-        with _lock:
-            generation = put(f"{bucket}/{name}", data)
+        generation = put(f"{url.path.partition('/b/')[2].split('/')[0]}/{name}", data)
         about = {"name": name, "generation": str(generation), "size": str(len(data))}
         self._respond(200, json.dumps(about).encode())
-
-    def do_DELETE(self):
-        bucket, name, query = self._request()
-        with _lock:
-            if f"{bucket}/{name}" not in OBJECTS:
-                return self._respond(404)
-            del OBJECTS[f"{bucket}/{name}"]
-        self._respond(204)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from data_helpers import make_config, write_records
 from refusals import refused
 from safetensors.numpy import save_file
 
-from efx import run_dir
+from efx import io, run_dir
 from efx.data import load, shards
 from efx.data.tokenizers import ByteTokenizer, load_tokenizer
 from efx.interop.weights import INDEX, Weights
@@ -60,6 +60,13 @@ def test_every_reader_of_json_refuses_damaged_files(tmp_path):
         for content in (b"\xed\xa0\x80", b"{"):
             path.write_bytes(content)
             refused(lambda: read(path), str(path))  # noqa: B023
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path):
+    (tmp_path / "a").write_text("123")
+    assert io.read_text(tmp_path / "a", most=3) == "123"
+    with pytest.raises(ValueError):
+        io.read_text(tmp_path / "a", most=2)
 
 
 def test_a_tokenizer_with_an_id_of_millions_is_refused(tmp_path):

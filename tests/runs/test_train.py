@@ -324,7 +324,7 @@ def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys, monk
 def losses_of_repeats(config, workdir):
     """Mean losses of 8 rows of random tokens and of their repetition, on one device."""
     e, _, params, variables = setup.finished(config, workdir, None, ("eval",))
-    variables = sharding.local({"params": params, **variables})
+    variables = sharding.gather({"params": params, **variables})
     (halves,) = e.data.repeated_batches(8, 8)
     model = e.model.clone(selection="causal")
     logits_BTV = jax.jit(model.apply)(variables, halves["first"]["inputs"])

@@ -55,7 +55,7 @@ def main(argv=None):
 
 def run(arguments):
     for workdir in arguments.runs:
-        io.local_folder(workdir)
+        io.local_path(workdir)
     out = pathlib.Path(arguments.out or pathlib.Path(arguments.runs[0]) / FILE)
     if arguments.out or out.parent.is_dir():
         cli.new_file(out, (".json",), "probe.json")

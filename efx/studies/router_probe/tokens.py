@@ -46,7 +46,7 @@ def measure(workdir, num_tokens, selection="causal", step=None):
             f"--workdir={workdir}: in packed rows (config.data.packing=True) latents do not "
             "belong to single tokens; probe a run without packing"
         )
-    variables = sharding.local({"params": params, **variables})
+    variables = sharding.gather({"params": params, **variables})
     batches = _batches(built, num_tokens)
     outputs = passes(built.model, variables, batches, selection, routed, built.config.seed)
     rarity_V = rarity(built.data, built.config.data, built.tokenizer.vocab_size)
