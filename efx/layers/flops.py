@@ -17,11 +17,9 @@ import dataclasses
 import functools
 import math
 import re
-import time
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from efx.parallel import sharding
 from efx.parallel.sharding import only_shapes
@@ -197,16 +195,3 @@ def device_peak(dtype, device=None):
         if peaks := _PEAKS.get(" ".join(kind[:words])):
             return peaks[0 if str(dtype) == "bfloat16" else 1]
     return None
-
-
-def cpu_flops_per_second(size=1024, repeats=5):
-    """FLOP/s of a large float32 product on this CPU, measured in a fraction of a second.
-
-    NumPy is about as fast as XLA:CPU, and compiles nothing.
-    """
-    x, seconds = np.ones((size, size), np.float32), []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        x @ x
-        seconds.append(time.perf_counter() - start)
-    return matmul(size, size, size) / min(seconds)

@@ -1,69 +1,22 @@
-"""Lines for the user: how long a run takes, before it; commands that use it, after it."""
+"""The lines at the end of a run: commands that sample from it, evaluate it and show it."""
 
 import contextlib
 import importlib.util
 import os
-import re
 import shlex
 import shutil
 import sys
 
-import jax
-
 from efx import run_dir
 from efx.errors import UsageError
-from efx.layers.flops import cpu_flops_per_second
-from efx.logging import duration, quantity
-
-# Measured on an H100, dense models of 350M parameters: 0.37 to 0.42 (docs/results.md).
-_ASSUMED_MFU = 0.35
-_LONG_SECONDS = 3600  # on a CPU
 
 
-def before(flops, steps, peak, command_line):
-    """The line with the estimated time of a run, or None for an accelerator of unknown peak.
-
-    Args:
-      flops: nominal training FLOPs of the `steps` that are left.
-      peak: FLOP/s of all devices together, 0 if unknown.
-      command_line: of the run.
-    """
-    if peak:
-        bound, rate = "about", _ASSUMED_MFU * peak
-        basis = f"at an assumed MFU of {_ASSUMED_MFU:.0%}"
-    elif jax.default_backend() == "cpu":
-        bound, rate = "at least", jax.process_count() * cpu_flops_per_second()
-        basis = f"at the speed of a matrix product on this CPU, {quantity(rate, 'FLOP/s')}"
-    else:
-        return None
-    seconds = flops / rate
-    line = (
-        f"estimated time: {bound} {_in_words(seconds)} for {steps} steps,"
-        f" {_in_words(seconds / steps)} a step ({basis})"
-    )
-    if not peak and seconds > _LONG_SECONDS:
-        line += f"; on a CPU use {_smaller_run(command_line)}"
-    return line
-
-
-def _in_words(seconds):
-    return f"{seconds:.2g} s" if seconds < 60 else duration(seconds)
-
-
-def _smaller_run(command_line):
-    """The variant `smoke` of a config that comes with efx, such as "--config gpt2:smoke"."""
-    config = re.search(r"--config[= ]((configs/)?(\w+)(\.py)?)(?=[: ]|$)", " ".join(command_line))
-    if config and importlib.util.find_spec(f"efx.configs.{config[3]}"):
-        return f"--config {config[1]}:smoke"
-    return "a smaller model or fewer steps"
-
-
-def after(workdir, config, data, context):
-    """Lines to end with.
+def closing_lines(workdir, config, data, context):
+    """Lines with commands for the run.
 
     Args:
       workdir: pathlib.Path of the run directory. config: of the run. data: its `Data`.
-      context: the longest prompt that its model reads, in tokens.
+      context: of its model, in tokens.
     """
     # launch/local.sh sets this, since its user may have no other Python with efx in it.
     command, python = "python -m efx.main", "python"

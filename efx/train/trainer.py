@@ -368,7 +368,7 @@ class Trainer:
 
     def _print_commands(self):
         e = self.experiment
-        lines = messages.after(self.workdir, self.config, e.data, e.model.context)
+        lines = messages.closing_lines(self.workdir, self.config, e.data, e.model.context)
         self.println("\n".join(lines))
 
     def _check_end(self, row):

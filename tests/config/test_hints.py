@@ -1,4 +1,4 @@
-"""What a run prints before its first step and after its last one."""
+"""The lines that a run prints after its last step."""
 
 import re
 import tomllib
@@ -18,18 +18,7 @@ def closing_hints(monkeypatch, tokenizer, text, prompt, tensorboard=True, module
     batch = {"inputs": np.array([tokenizer.encode(text)])}
     data = SimpleNamespace(tokenizer=tokenizer, eval_batches=lambda size, most: iter([batch]))
     config = common.apply(common.base(), {"sample.prompt": prompt, "log.tensorboard": tensorboard})
-    return messages.after(test_layout.ROOT / "runs" / "a run", config, data, 8)[1:]
-
-
-def test_a_long_run_on_a_cpu_is_pointed_to_small_variants():
-    for command in (["efx", "--config", "gpt2"], ["efx", "--config=configs/gpt2.py:x"]):
-        long, short = (messages.before(flops, 1, 0, command) for flops in (1e18, 1e9))
-        source = command[-1].split("=")[-1].removesuffix(":x")
-        assert f"--config {source}:smoke" in long and "smoke" not in short
-    assert "smoke" not in messages.before(1e18, 1, 0, ["efx", "--config", "mine.py"])
-    # On an accelerator, from its peak: 10 days at full speed.
-    days = int(re.search(r"(\d+) d ", messages.before(864e18, 1, 1e15, []))[1])
-    assert 20 <= days <= 40
+    return messages.closing_lines(test_layout.ROOT / "runs" / "a run", config, data, 8)[1:]
 
 
 CHARACTERS, TEXT = CharTokenizer("天地玄黃 "), "天地玄黃 天地玄黃 玄黃"
