@@ -2,7 +2,7 @@
 
 A part prepares what its cases have in common in a folder of its own, draws cases by hypothesis, and
 checks one: it returns for what works, and raises a UsageError of one line for what does not. Any
-other end is a finding, and so is a run folder that a refused case has written into.
+other end is a finding, and so is a run directory that a refused case has written into.
 """
 
 import contextlib

@@ -163,7 +163,7 @@ FAULTS = [
      "        if any(re.fullmatch(pattern, key) for pattern in may_differ):\n            changed",
      "        if True:\n            changed", "runs/test_run_dir.py"),
     ("record: a run resumes on another text", "efx/train/run_files.py",
-     "if moved and \"text\" in record and", "if False and", "runs/test_launches.py -k move"),
+     "if path_changed and \"text\" in record and", "if False and", "runs/test_launches.py -k move"),
     ("loop: an evaluation that was missed is not made up", "efx/train/trainer.py",
      "if name in due and is_missing[name]", "if False", "runs/test_train.py -k failing"),
     ("loop: evaluates before it saves", "efx/train/trainer.py",

@@ -39,7 +39,7 @@ NUMBER = re.compile(r"\d+(\.\d+)?")
 class Look:
     """A process for a while: seconds from its start to the while's end, the run's last logged step,
     resident bytes, {name of a thread: how many} and open files, each where it was least, bytes of
-    the run folder."""
+    the run directory."""
 
     seconds: float
     step: int

@@ -20,7 +20,7 @@ other, of any widths and depths, with one tokenizer. Their parameters are frozen
 are trained, and with fresh bridges the whole computes the same as the anchor (try --mode=compose).
 
 Knobs of variant `bridge`, all in `config.model` (defaults in efx/models/bridges.py):
-    anchor, augment         run folders: the model that predicts, the models that it reads
+    anchor, augment         run directories: the model that predicts, the models that it reads
     pairs                   number of layers of each, evenly spaced, that a bridge connects
     num_heads               of the bridges' cross-attention
     qk_norm, window,        of the same, as in config.model.attention; all off, as in the paper

@@ -4,9 +4,9 @@ from zero, and a capacity that falls from 1 while it trains.
     python -m efx.main --mode=convert --from runs/dense --to mod --workdir runs/converted
     python -m efx.main --workdir runs/converted --config.steps=200
 
-The first command makes the run folder at step 0, the second trains. Without --config the settings
-are the parent's with those of `RECIPE` below; with `--config convert_mod` data and training are
-this file's and the model is the parent's:
+The first command makes the run directory at step 0, the second trains. Without --config the
+settings are the parent's with those of `RECIPE` below; with `--config convert_mod` data and
+training are this file's and the model is the parent's:
 
     python -m efx.main --mode=convert --from runs/dense --to mod --workdir runs/distilled \\
         --config configs/convert_mod.py:distill

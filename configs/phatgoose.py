@@ -17,13 +17,13 @@ Step by step, each an ordinary run:
 
 Learning to Route Among Specialized Experts for Zero-Shot Generalization (Muqeeth et al. 2024, arXiv
 2402.05859). The base may be a run of any family: give its own config file's `config.model`, or its
-run folder's, with these variants' values. docs/composition_adapters.md has the formulas.
+run directory's, with these variants' values. docs/composition_adapters.md has the formulas.
 
 Knobs, all in `config.adapter` (defaults in efx/models/adapters.py):
     kind, rank, scale       "lora" or "mlp", their width, their factor
     sites                   regex of the linear layers that have one
     gate                    one adapter: times sigmoid(v.u)
-    experts, routing, top_k run folders to be composed, "topk", "uniform" or "inclusion"
+    experts, routing, top_k run directories to be composed, "topk", "uniform" or "inclusion"
     capacity, slack         inclusion: fraction of a sequence that an expert takes
 The paper: rank 16, 1000 steps of AdamW at 5e-3 for an adapter and 100 for its gates, top 2.
 

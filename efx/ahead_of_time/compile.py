@@ -32,7 +32,7 @@ def compile_and_report(config, topology_name, *, vocab_size=None, workdir=None, 
 
     Args:
       vocab_size: number of token ids; None: those of the config's tokenizer.
-      workdir: run folder whose tokenizer counts, or None.
+      workdir: run directory whose tokenizer counts, or None.
     """
     config = to_config(config)
     if vocab_size is None:

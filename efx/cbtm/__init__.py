@@ -15,7 +15,7 @@ CLUSTERS, SEED = "clusters", "seed"
 
 
 def expert_folder(workdir, j):
-    """The run folder of expert j."""
+    """The run directory of expert j."""
     return pathlib.Path(workdir) / f"expert_{j}"
 
 

@@ -1,4 +1,4 @@
-"""`--mode=cluster`: cluster a corpus, write the clustering into the run folder, describe it.
+"""`--mode=cluster`: cluster a corpus, write the clustering into the run directory, describe it.
 
     python -m efx.main --config configs/cbtm.py --mode=cluster --workdir runs/cbtm
 

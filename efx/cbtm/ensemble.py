@@ -68,7 +68,7 @@ class Ensemble:
     Attributes:
       clustering: Clustering.
       members: for each expert the Subset of the training documents that are its cluster.
-      folders: the run folder of each expert.
+      folders: the run directory of each expert.
       tokenizer: that of all experts.
 
     Raises UsageError: an expert that is missing, or that does not belong to the others.
@@ -144,7 +144,7 @@ class Ensemble:
 
     @functools.cached_property
     def seed_folder(self):
-        """The seed model's run folder, or None if it is not on this machine."""
+        """The seed model's run directory, or None if it is not on this machine."""
         for folder in (self.workdir / SEED, pathlib.Path(self._origin["run"])):
             root = folder / run_dir.CHECKPOINTS
             if not root.exists():

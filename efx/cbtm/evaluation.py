@@ -157,7 +157,7 @@ def score(ensemble, config, other_runs):
 
     Args:
       config: for `config.data`, `config.ensemble` and `config.evaluate`.
-      other_runs: {name: run folder} of further models on the same text, such as the seed model.
+      other_runs: {name: run directory} of further models on the same text, such as the seed model.
     """
     if jax.process_count() > 1:
         raise UsageError(

@@ -57,7 +57,7 @@ class Stages(NamedTuple):
 def make_stages(source, workdir, extra=(), seed_run=""):
     """The Stages of a config file and overrides.
 
-    seed_run: run folder of a finished seed model; "": it is trained in WORKDIR/seed.
+    seed_run: run directory of a finished seed model; "": it is trained in WORKDIR/seed.
     """
     workdir = pathlib.Path(workdir)
     seed = pathlib.Path(seed_run) if seed_run else workdir / SEED
@@ -157,7 +157,7 @@ def main(argv=None):
     parser.add_argument("--config", required=True, help="config file or name, such as cbtm")
     parser.add_runs(jobs="experts")
     parser.add_argument(
-        "--seed-run", default="", help=("existing run folder to use as the seed model")
+        "--seed-run", default="", help=("existing run directory to use as the seed model")
     )
     parser.add_argument(
         "--commands", action="store_true", help=("print the commands and run nothing")

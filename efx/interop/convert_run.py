@@ -1,9 +1,9 @@
 """Convert a dense run to a run with routed blocks: --mode=convert --from RUN --to mod.
 
-The new run folder has a checkpoint of step 0 with the parent's parameters and new routers. Routers
-start at zero and the gate "twice_sigmoid" is exactly 1 for a score of 0, so with capacity 1 the
-converted model equals its parent; training then lowers the capacity (`capacity_stages`).
-`--to layer_drop` removes every second block instead, as a baseline.
+The new run directory has a checkpoint of step 0 with the parent's parameters and new routers.
+Routers start at zero and the gate "twice_sigmoid" is exactly 1 for a score of 0, so with capacity 1
+the converted model equals its parent; training then lowers the capacity (`capacity_stages`). `--to
+layer_drop` removes every second block instead, as a baseline.
 """
 
 import dataclasses
@@ -77,7 +77,7 @@ def config_for(folder, to, config=None):
 
 
 def convert(config, folder, to, workdir, *, command_line=()):
-    """Make the run folder of the converted model.
+    """Make the run directory of the converted model.
 
     Args:
       config: ConfigDict, `config_for` the folder with further changes.

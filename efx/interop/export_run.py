@@ -52,7 +52,7 @@ def export_run(config, workdir, folder, *, step=None, dtype=None, shard_bytes=SH
     if run_dir.holds_clustering(workdir):
         raise UsageError(
             f"--workdir={workdir} is an ensemble, and these are not exported; export one of "
-            "the run folders in it"
+            "the run directories in it"
         )
     checked = to_config(config)
     own_format.check(checked.model, checked.adapter.kind)

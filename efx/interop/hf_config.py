@@ -664,8 +664,8 @@ def complete(hf):
     kind = hf.get("model_type") if isinstance(hf, dict) else None
     if kind == "efx":
         raise UsageError(
-            "config.json: model_type='efx': efx cannot import its own exports; use the run folder "
-            "that was exported"
+            "config.json: model_type='efx': efx cannot import its own exports; use the exported "
+            "run directory"
         )
     if not isinstance(kind, str) or kind not in _DEFAULTS:
         raise UsageError(

@@ -1,8 +1,8 @@
-"""The run folder of a pretrained model: --mode=import --from FOLDER --workdir RUN.
+"""The run directory of a pretrained model: --mode=import --from FOLDER --workdir RUN.
 
 The folder is one of Hugging Face: config.json, *.safetensors, tokenizer.json. Everything is read
-and checked before the run folder is made; it then holds config, tokenizer and a checkpoint of step
-0, like the folder of a run that has just begun.
+and checked before the run directory is written; it then holds config, tokenizer and a checkpoint of
+step 0, like that of a new run.
 """
 
 import jax
@@ -68,7 +68,7 @@ def config_for(folder, config=None):
 
 
 def import_run(config, folder, workdir, *, command_line=()):
-    """Make the run folder of the model in a Hugging Face folder.
+    """Make the run directory of the model in a Hugging Face folder.
 
     Args:
       config: ConfigDict, `config_for` the folder with further changes.

@@ -75,7 +75,7 @@ class _Model:
     """lm-eval's interface of a model; `model_class` adds lm-eval's base class `TemplateLM`.
 
     Args:
-      workdir: run folder. step: of the checkpoint; None: the newest.
+      workdir: run directory. step: of the checkpoint; None: the newest.
       batch_size: rows that are computed together.
       max_length: tokens of the longest row; None: the model's context.
       config: ConfigDict that replaces the run's; None: the run's.
@@ -90,7 +90,7 @@ class _Model:
         if run_dir.holds_clustering(workdir):
             raise UsageError(
                 f"--workdir={workdir} is an ensemble, and lm-eval does not run on these; use "
-                "one of the run folders in it"
+                "one of the run directories in it"
             )
         config = to_config(config_of_run(workdir) if config is None else config)
         built, self.step, params, variables = setup.finished(config, workdir, step)
@@ -228,7 +228,7 @@ def model_class():
 
 
 def evaluate(workdir, tasks, *, num_fewshot=None, limit=None, log_samples=False, **options):
-    """Evaluate a run in lm-eval's tasks; print the results and write them to the run folder.
+    """Evaluate a run in lm-eval's tasks; print the results and write them to the run directory.
 
     Args:
       tasks: names or patterns of lm-eval's tasks, or paths of YAML files.
@@ -335,7 +335,7 @@ def _tasks(names, manager):
 
 def main(argv=None):
     parser = cli.Parser("efx.interop.lm_eval", __doc__)
-    parser.add_argument("--workdir", required=True, help="run folder")
+    parser.add_argument("--workdir", required=True, help="run directory")
     parser.add_argument(
         "--tasks", required=True, help="of lm-eval, or YAML files, separated by commas"
     )

@@ -1,4 +1,4 @@
-"""Run folders that hold a checkpoint of step 0 of parameters that were made elsewhere."""
+"""Run directories that hold a checkpoint of step 0 of parameters that were made elsewhere."""
 
 import contextlib
 import shutil
@@ -21,7 +21,7 @@ def open_new(workdir, config, command_line):
 
 
 def write(opened, lock, config, state, files, **entries):
-    """Write the run folder, with `state` as its checkpoint of step 0.
+    """Write the run directory, with `state` as its checkpoint of step 0.
 
     Args:
       lock: the `run_dir.Lock` of the folder. files, entries: see `run_dir.OpenedRun.commit`.

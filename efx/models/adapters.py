@@ -50,7 +50,7 @@ class AdapterConfig:
     # Regex of the adapted linear layers; it must match the whole path in the unrolled model.
     sites: str = r".*/(query|key|value|out|gate|up|down)"
     gate: bool = False  # single adapter: multiply it by sigmoid(v.u) and train v
-    experts: tuple[str, ...] = ()  # adapters to compose: run folders with the base `init.run`
+    experts: tuple[str, ...] = ()  # adapters to compose: run directories with the base `init.run`
     # Weights of the experts, per token and layer: "topk": by their gates; "uniform": 1 / E;
     # "inclusion": each expert has an entrance that selects its tokens.
     routing: Literal["topk", "uniform", "inclusion"] = "topk"

@@ -36,8 +36,8 @@ class BridgedConfig:
 
     family: Literal["bridged"] = "bridged"
     context: Positions = 0  # longest sequence; 0: data.seq_len
-    anchor: str = ""  # run folder of the model that predicts
-    augment: tuple[str, ...] = ("",)  # run folders of the models that it reads, same tokenizer
+    anchor: str = ""  # run directory of the model that predicts
+    augment: tuple[str, ...] = ("",)  # run directories of the models that it reads, same tokenizer
     pairs: Modules = 2  # evenly spaced layers of each model that a bridge connects
     # Cross-attention of the bridges, as in `config.model.attention`.
     num_heads: Count = 4
@@ -57,13 +57,13 @@ class BridgedConfig:
 
     @property
     def member_runs(self):
-        """((key, run folder), ...), the anchor first."""
+        """((key, run directory), ...), the anchor first."""
         return (("anchor", self.anchor), *(("augment", run) for run in self.augment))
 
     def resolved(self):
         """Raise UsageError without a model to read; there are no defaults to fill in."""
         if not self.augment:
-            raise UsageError("config.model.augment=(): needs the run folder of at least one model")
+            raise UsageError("config.model.augment=(): needs at least one run directory")
         return self
 
 
@@ -101,8 +101,8 @@ class Bridge(nn.Module):
 class Bridged(LanguageModel):
     """Tokens to logits; see `efx.models` for the contract and `BridgedConfig` for each setting.
 
-    `build.py` makes the members from their run folders; `efx.checkpoint.init_from` restores their
-    parameters.
+    `efx.train.setup` builds the members from their run directories; `efx.checkpoint.init_from`
+    restores their parameters.
     """
 
     anchor_model: nn.Module = None
@@ -113,7 +113,7 @@ class Bridged(LanguageModel):
         """The model of these members, the anchor first."""
         if len(members) != 1 + len(config.augment):
             raise UsageError(
-                "config.model.family='bridged' needs run folders: config.model.anchor and "
+                "config.model.family='bridged' needs run directories: config.model.anchor and "
                 "config.model.augment"
             )
         _check_members(config, members)

@@ -1,4 +1,4 @@
-"""Studies: launch sets of runs and turn run folders into tables and pictures. No model code."""
+"""Studies: launch sets of runs and turn run directories into tables and pictures. No model code."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What run folders have logged, for studies that show several runs: rows, axes, what compares.
+"""What run directories have logged, for studies that show several runs: rows, axes, what compares.
 
 Of two runs that read other tokens, or were evaluated on other text, a loss in nats a token says
 nothing about which is better; `differences` says so before anything is drawn.
@@ -33,7 +33,7 @@ _UNASKED = ("log.", "checkpoint.", "sample.", "evaluate.", "mesh.", "rules.", "l
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run folder says.
+    """What a run directory says.
 
     Attributes:
       path: as it was given or found.

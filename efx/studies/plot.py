@@ -156,7 +156,7 @@ def plot(arguments):
 
 def main(argv=None):
     parser = cli.Parser("efx.studies.plot", __doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run directory")
     parser.add_argument("--x", default="tokens", help="column of metrics.jsonl (default: tokens)")
     parser.add_argument("--y", default="eval/loss", help="column (default: eval/loss)")
     parser.add_argument("--smooth", type=int, default=1, metavar="N", help="means of N points")

@@ -85,7 +85,7 @@ def at_steps(seeds):
 
 
 def read_run(folder):
-    """{settings, text, tokenizer, seed, device, revision, steps, curves} of a run folder."""
+    """{settings, text, tokenizer, seed, device, revision, steps, curves} of a run directory."""
     config, record = run_dir.recorded_config(folder), run_dir.run_record(folder)
     if not (io.folder(folder) / run_dir.METRICS_FILE).is_file() or "launches" not in record:
         raise UsageError(f"{folder}: no step has been logged yet")
@@ -115,7 +115,7 @@ def _rounded(loss):
 
 def compare(folder, recipes):
     """(name of the run's recipe, lines of text, whether its held-out loss is in the band at all
-    steps; None if there is no band) of a run folder. recipes: `curves` of the file."""
+    steps; None if there is no band) of a run directory. recipes: `curves` of the file."""
     run = read_run(folder)
     name = _recipe_of(folder, run, recipes)
     recipe = recipes[name]
@@ -302,7 +302,7 @@ def _training(curve, step):
 
 def main(argv=None):
     parser = cli.Parser("efx.studies.reference", __doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
     parser.add_argument("--curves", default=CURVES, help=f"file of results (default: {CURVES})")
     help = f"write the curves of the runs as those of a recipe: {', '.join(RECIPES)}"
     parser.add_argument("--record", metavar="RECIPE", help=help)

@@ -2,7 +2,7 @@
 
     python -m efx.studies.report runs/mod runs/dense --out report.html
 
-The page is one HTML file that needs no network. An argument is a run folder, a folder with runs
+The page is one HTML file that needs no network. An argument is a run directory, a folder with runs
 below it (that of a sweep, of cBTM or of another study), or an isoFLOP study: its folder or its
 isoflop.json.
 The curves are of training and held-out loss, held-out bits per byte and accuracy, the norm of the
@@ -69,7 +69,7 @@ def collect(arguments):
         if not path.is_dir():
             what = "a file" if path.exists() else "no such folder"
             raise UsageError(
-                f"{given}: {what}; use a run folder, a folder with runs below it, or the "
+                f"{given}: {what}; use a run directory, a folder with runs below it, or the "
                 f"{report_fits.FILE} of a study"
             )
         found = list(_run_folders(path))
@@ -453,7 +453,7 @@ def report(arguments):
 def main(argv=None):
     parser = cli.Parser("efx.studies.report", __doc__)
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="run folder, folder of runs, or isoflop.json"
+        "runs", nargs="+", metavar="RUN", help="run directory, folder of runs, or isoflop.json"
     )
     parser.add_argument("--out", default="report.html", help="page (default: report.html)")
     parser.add_argument(

@@ -9,7 +9,7 @@ Without --from: writes docs/results.md, its pictures, and the part of README.md 
 
 With --from: first copies the table of a finished study (sweep, isoflop, cbtm_table, phatgoose,
 calm, convert) from its WORKDIR, or the data of a router_probe, into results/NAME.json. Seeds, git
-revision and machine are read from the run folders. The other fields of an existing NAME.json
+revision and machine are read from the run directories. The other fields of an existing NAME.json
 (title, text, config, command, columns, which rows are compared in the README) stay, except `stale`,
 which is emptied; a new file needs --title, --section and --command. --add keeps the rows that
 WORKDIR does not have, with their revision, and `stale`, which may still be true of them.
@@ -398,7 +398,7 @@ def read_study(workdir):
 
 
 def read_probe(workdir):
-    """The data of a router probe, or None: `workdir` is the file, or a run folder that has it."""
+    """The data of a router probe, or None; `workdir`: the file, or a run directory that has it."""
     path = pathlib.Path(workdir)
     path = path if path.is_file() else path / router_probe.FILE
     if not path.is_file():
@@ -421,7 +421,7 @@ def describe_runs(workdir):
             launches.append(recorded[-1])
             seeds.add(run_dir.recorded_setting(path.parent, "seed"))
     if not launches:
-        raise UsageError(f"--from={workdir}: no run folder in it records its code revision")
+        raise UsageError(f"--from={workdir}: no run directory in it records its code revision")
     config_flags = [
         arg for launch in launches for arg in launch["command_line"] if arg.startswith("--config=")
     ]

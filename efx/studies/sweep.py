@@ -226,8 +226,8 @@ def _run_one(sweep, workdir, name, seed, budget, extra, cpus=None):
 
 
 def run_one(title, arguments, run, cpus=None):
-    """`jobs.run_main` for the run folder `run`; UsageError for a run that did not get to its end,
-    which one whose loss is not finite there did."""
+    """`jobs.run_main` for the run directory `run`; UsageError unless the run reached its last
+    step, with a finite loss or without."""
     status, log_name = jobs_lib.run_main(title, arguments, f"{run}.log", cpus)
     if status == NOT_FINITE:
         print(f"-- {title}: its last values are not finite; see {log_name}", flush=True)

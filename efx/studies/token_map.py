@@ -64,7 +64,7 @@ def _encoded(tokenizer, text):
 
 
 def map_of_run(workdir, text, step=None):
-    """(`TokenMap`, ids, [Piece], description of the model) of a run folder."""
+    """(`TokenMap`, ids, [Piece], description of the model) of a run directory."""
     config = config_of_run(workdir)
     if (pathlib.Path(workdir) / CLUSTERS).is_dir():
         from efx.cbtm.ensemble import Ensemble
@@ -275,7 +275,7 @@ def _plain(values_T):
 
 def main(argv=None):
     parser = cli.Parser("efx.studies.token_map", __doc__)
-    parser.add_argument("--workdir", required=True, help="run folder")
+    parser.add_argument("--workdir", required=True, help="run directory")
     parser.add_argument("--text", help="the text (default: the start of the held-out split)")
     parser.add_argument("--out", help="page or picture (default: WORKDIR/token_map.html)")
     parser.add_argument("--quantity", help="quantity of a picture (default: the first one)")

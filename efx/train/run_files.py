@@ -1,4 +1,4 @@
-"""The files of a launch: a run directory that is checked first and opened after all checks."""
+"""The files of a launch: check the run directory first, open it after all other checks."""
 
 import jax
 
@@ -63,25 +63,25 @@ class RunFiles:
         )
 
     def check_text(self, data):
-        """UsageError if the text or its subset is not the run's. Paths may differ, contents not."""
+        """UsageError if the text or its subset differs from the run's. Paths may change."""
         if self.is_new:
             return
         record, c = run_dir.run_record(self.workdir), self._config.data
         for key in ("source", "eval_source"):
-            moved = getattr(c, key) != run_dir.recorded_setting(self.workdir, f"data.{key}")
-            if moved and "text" in record and data.origin[key] != record["text"][key]:
+            path_changed = getattr(c, key) != run_dir.recorded_setting(self.workdir, f"data.{key}")
+            if path_changed and "text" in record and data.origin[key] != record["text"][key]:
                 raise UsageError(
                     f"config.data.{key}={getattr(c, key)}: --workdir={self.workdir} was trained on "
-                    "another text; use the same text, or another --workdir"
+                    "different text; use the same text, or another --workdir"
                 )
         if record.get("subset") != data.subset:
             raise UsageError(
-                f"config.data.subset={c.subset!r}: selects other documents than the run in "
+                f"config.data.subset={c.subset!r}: selects different documents from the run in "
                 f"--workdir={self.workdir}; use the run's subset, or another --workdir"
             )
 
     def open(self, stack, step, data, origin, teacher_origin):
-        """Take the lock, record this launch, and open the metrics.
+        """Take the lock, check the directory again, record this launch, and open the metrics.
 
         Sets `mirror`, the `io.Mirror` of the directory; `writer`, its `MetricsWriter`; and
         `record`, for checkpoints.
@@ -94,8 +94,8 @@ class RunFiles:
         opened = self._check_directory()
         if opened.is_new != self.is_new:
             raise UsageError(
-                f"--workdir={self.workdir}: another launch trained there during the start of "
-                "this one; rerun the command"
+                f"--workdir={self.workdir}: another launch trained there while this one started; "
+                "rerun the command"
             )
         c = self._config.log
 
@@ -111,7 +111,7 @@ class RunFiles:
             self.writer = stack.enter_context(writer)
 
         if jax.process_index() != 0:
-            open_metrics()  # which writes nothing
+            open_metrics()  # only process 0 writes
         multihost.run_on_primary(self.workdir, open_metrics)
         held_out, text = run_dir.text_entries(data.origin)
         saved = run_dir.saved_tokenizer(self.workdir)

@@ -1,4 +1,4 @@
-"""The log of a launch: rows of metrics, FLOPs, training time, a profile, and lines for the user."""
+"""The log of a launch: rows of metrics, FLOPs, training time, profile, terminal lines."""
 
 import contextlib
 import math
@@ -11,11 +11,11 @@ from efx.logging import duration, quantity
 from efx.train.evaluator import cut
 
 # Logged at their latest value; other metrics are averaged over the steps since the last row.
-COUNTS = ("train/nonfinite_total", "train/nonfinite_run")
+LATEST_VALUES = ("train/nonfinite_total", "train/nonfinite_run")
 
 
 class Stopwatch:
-    """Seconds of training since `start`, without those inside `paused`."""
+    """Seconds since `start`, excluding the time inside `paused`."""
 
     def __init__(self, seconds=0.0):
         self._seconds, self._since = seconds, None
@@ -112,7 +112,7 @@ class RunLog:
     def _write_row(self, step):
         e, now, flops = self.experiment, self.watch.seconds(), self.flops(step)
         steps_per_second = len(self._rows) / max(now - self._written_at, 1e-9)
-        row = mean_of(self._rows) | {name: self._rows[-1][name] for name in COUNTS}
+        row = mean_of(self._rows) | {name: self._rows[-1][name] for name in LATEST_VALUES}
         row |= {
             "tokens": step * e.tokens_per_step,
             "flops": flops,
@@ -177,7 +177,8 @@ class RunLog:
             f"{e.tokens_per_step} tokens, {quantity(e.flops(e.steps) / e.steps, 'FLOPs')} a step"
             f"{teacher}, {devices} {jax.devices()[0].device_kind} device{'s' * (devices > 1)}"
         )
-        if data.origin["of"] != data.origin["source"]:  # split by an earlier text
+        # The held-out split was made from an earlier version of the text.
+        if data.origin["of"] != data.origin["source"]:
             self.progress.println(f"held out: {data.held_out_of()}")
 
     def print_first_step(self, step, started, compile_seconds, attention):

@@ -57,7 +57,7 @@ def compose(config, workdir, *, command_line=(), started=None):
 
 
 def due_at(config, step, last_step):
-    """The work due after a step, a part of ["checkpoint", "evaluate", "sample"] in this order."""
+    """The subset of ["checkpoint", "evaluate", "sample"] that is due after a step."""
     every = {name: getattr(config, name).every for name in ("checkpoint", "evaluate", "sample")}
     if step == last_step:
         return ["checkpoint", "evaluate"] + ["sample"] * bool(every["sample"])
@@ -65,7 +65,7 @@ def due_at(config, step, last_step):
 
 
 def missing_work(config, workdir, step, last_step):
-    """The part of ["evaluate", "sample"] that is due at a step and has no output on disk."""
+    """The subset of ["evaluate", "sample"] that is due at a step and has no output on disk."""
     folder, due = io.folder(workdir), due_at(config, step, last_step)
     is_missing = {
         "evaluate": "eval/loss" not in row_of(workdir, step),
@@ -75,12 +75,12 @@ def missing_work(config, workdir, step, last_step):
 
 
 def row_of(workdir, step):
-    """The row of a step in a run's metrics; {} without one."""
+    """The row of a step in a run's metrics; {} if the step was not logged."""
     return next((row for row in setup.read_rows(workdir) if row["step"] == step), {})
 
 
 class Trainer:
-    """One launch of a run. The constructor checks `Config` and directory and writes nothing."""
+    """One launch of a run. The constructor checks config and directory and writes nothing."""
 
     def __init__(self, config, workdir, command_line, started, lock):
         self.files = RunFiles(config, workdir, command_line, lock)
@@ -107,7 +107,7 @@ class Trainer:
     def _read_teacher(self):
         """(variables, origin) of the teacher, (None, None) without one.
 
-        A resumed run uses the teacher's step of its first launch.
+        A resumed run uses the checkpoint of the teacher that its first launch recorded.
         """
         e, run = self.experiment, self.config.train.teacher
         if e.teacher is None:
@@ -153,7 +153,7 @@ class Trainer:
                 self.evaluator.check_metric(metric, shapes.params, shapes.variables)
             self.iterator = e.data.train_iterator(rows=self.placement.rows)
             origin = self._restore_or_initialise()
-            if self.step > e.steps:  # this config trains nothing, so it is not recorded
+            if self.step > e.steps:  # nothing to train: do not record this launch
                 return self._finish_again(f", past the last step {e.steps} of this config")
             self.files.open(stack, self.step, e.data, origin, self.teacher_origin)
             self.log.writer = self.files.writer
@@ -218,13 +218,16 @@ class Trainer:
         if "eval/loss" not in self.log.last_row:
             self._evaluate_and_sample(["evaluate"])
         else:
-            self.println(f"composed already: {self.workdir} is at step {self.step}")
+            self.println(f"already composed: {self.workdir} is at step {self.step}")
         return self._finish()
 
     # ---- the loop --------------------------------------------------------------------------------
 
     def _train(self):
-        """Train to the last step; Interrupted after the step at which a signal stops the run."""
+        """Train to the last step.
+
+        Raises: Interrupted, after the step in which a signal arrived.
+        """
         e, compiled, is_first = self.experiment, None, True
         stage_starts = {stage.start for stage in e.stages}
         batch = self._next_batch()
@@ -282,7 +285,10 @@ class Trainer:
                 self.files.mirror.upload(if_due=True)
 
     def _interruptible(self, work):
-        """`work()` in a thread; Interrupted as soon as a signal comes."""
+        """Run `work()` in a thread and return its result.
+
+        Raises: Interrupted, as soon as a signal arrives.
+        """
         e = self.experiment
 
         def in_thread():
@@ -342,7 +348,7 @@ class Trainer:
         """Save and report after a signal."""
         self._collect_metrics(wait=True)
         self._save()
-        self.checkpoints.wait()  # an error of the save is reported in place of this line
+        self.checkpoints.wait()  # raises if the save failed
         self.println(
             f"stopped at step {self.step} by {self.signals.name}; the run is saved; rerun the "
             "command to resume"
@@ -351,7 +357,7 @@ class Trainer:
 
     def _finish_again(self, detail):
         """Report a run that is already at its last step; returns its last row."""
-        self.println(f"finished already: {self.workdir} is at step {self.step}{detail}")
+        self.println(f"already finished: {self.workdir} is at step {self.step}{detail}")
         self.log.last_row = row_of(self.workdir, self.step)
         return self._finish(print_totals=False)
 

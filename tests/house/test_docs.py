@@ -138,7 +138,7 @@ def python(module, argv):
 
 
 def efx_main(argv):
-    """Everything up to the start of JAX, then the model; a run folder is left for what follows."""
+    """Everything up to the start of JAX, then the model; run directories stay for the next ones."""
     for before, word in itertools.pairwise(["", *argv]):
         if re.fullmatch(r"models/.*", word):
             leave_model(word)

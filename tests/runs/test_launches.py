@@ -38,7 +38,7 @@ TEXT = "".join(f"line {i} of the text\n" for i in range(100))
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, one_device):
-    """(folder with a.txt in it, run folder of two steps on a.txt)."""
+    """(folder with a.txt in it, run directory of two steps on a.txt)."""
     top = tmp_path_factory.mktemp("launches")
     (top / "a.txt").write_text(TEXT)
     trainer.train_and_evaluate(tiny(top / "a.txt"), top / "run")

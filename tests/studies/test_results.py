@@ -151,7 +151,7 @@ def test_missing_inputs_are_refused(top, tmp_path, capsys):
     for arguments, name in (
         (["--from=nowhere", *NEW], "--from=nowhere"),
         ([f"--from={tmp_path / 'w'}"], "--title"),
-        ([f"--from={tmp_path / 'w'}", *NEW], "run folder"),
+        ([f"--from={tmp_path / 'w'}", *NEW], "run directory"),
     ):
         assert results.main([f"--root={top}", "--name=new", *arguments]) == 2
         error_line(capsys, name)

@@ -128,11 +128,11 @@ def check_settings(where, found, expected):
         )
 
 
-# ---- from run folders --------------------------------------------------------------------------
+# ---- from run directories ----------------------------------------------------------------------
 
 
 def measured_point(run, folder, expected, fitted=True):
-    """The Point of a run folder.
+    """The Point of a run directory.
 
     Raises Unfinished if the run has not used its budget or was not evaluated at its end, and
     another UsageError if the folder is damaged or of other settings than `expected`.

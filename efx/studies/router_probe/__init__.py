@@ -38,7 +38,7 @@ _OF_A_SEED = {"seed", "init.run"}
 
 def main(argv=None):
     parser = cli.Parser("efx.studies.router_probe", __doc__)
-    help = "run folder; several: seeds of one config"
+    help = "run directory; several: seeds of one config"
     parser.add_argument(
         "--workdir", dest="runs", nargs="+", required=True, metavar="RUN", help=help
     )
@@ -48,7 +48,7 @@ def main(argv=None):
     parser.add_argument("--selection", choices=("causal", "train"), default="causal", help=help)
     help = "also predict from all properties of a token together"
     parser.add_argument("--together", action="store_true", help=help)
-    parser.add_argument("--out", help=f"data (default: {FILE} in the run folder)")
+    parser.add_argument("--out", help=f"data (default: {FILE} in the run directory)")
     parser.add_argument("--step", type=int, help="checkpoint (default: the newest)")
     return parser.run(run, argv)
 
