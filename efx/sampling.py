@@ -79,8 +79,7 @@ class Sampler:
         self.program = Program.of(model, batch_size, self.cache_size, rules)
         if batch_size * self.cache_size >= _LONG_CACHE:  # tracing the shapes takes a second
             memory.check(
-                f"config.sample.num_samples={batch_size}, config.model.context={self.cache_size}: "
-                "sampling",
+                f"sampling {batch_size} rows of config.model.context={self.cache_size} tokens",
                 {"keys and values": memory.on_each_device(self.program.state_shapes())},
             )
         self.options = dict(
@@ -430,6 +429,16 @@ class _Run:
         return stats
 
 
+def _total_statistics(calls):
+    """The statistics of several calls together, without those by row."""
+    names = {name for name, value in calls[0].items() if not isinstance(value, dict)}
+    total = {name: sum(call[name] for call in calls) for name in names}
+    total["tokens_per_second"] = total["new_tokens"] / max(total["decode_seconds"], 1e-9)
+    for name in {"cache_bytes", "routed_fraction"} & names:
+        total[name] /= len(calls)
+    return total
+
+
 # ---- the distribution of a token -----------------------------------------------------------------
 
 
@@ -502,10 +511,6 @@ class TextSampler:
         except UsageError as error:
             raise UsageError(f"config.sample.prompt: {error}") from error
 
-    @property
-    def stats(self):
-        return self.sampler.stats
-
     def encode(self, prompt):
         """Ids of a prompt, after the start tokens of a document.
 
@@ -515,14 +520,19 @@ class TextSampler:
         return ids or [self.tokenizer.eot or 0]
 
     def write(self, variables, stream=None):
-        """Write `num_samples` continuations of the config's prompt as they are generated."""
-        stream, prompt = stream or sys.stdout, self.config.prompt
+        """Write `num_samples` continuations of the config's prompt as they are generated.
+
+        Returns: their statistics together, see `_Run.statistics`.
+        """
+        stream, prompt, stats = stream or sys.stdout, self.config.prompt, []
         for i in range(self.config.num_samples):
             stream.write(prompt)
             for piece in self.stream(variables, prompt, seed=self.config.seed + i):
                 stream.write(piece)
                 stream.flush()
             stream.write("\n")
+            stats.append(self.sampler.stats)
+        return _total_statistics(stats)
 
     def stream(self, variables, prompt, *, seed):
         """Yield the continuation of `prompt`, up to `config.sample.stop`, in pieces."""

@@ -169,15 +169,16 @@ def sample(config, workdir, step=None, stream=None):
     sampler = TextSampler(experts.model, tokenizer, config.sample)
     is_primary = jax.process_index() == 0
     # All processes make the text, since each may hold a part of the experts' parameters.
-    sampler.write(experts, stream if is_primary else io.StringIO())
+    stats = sampler.write(experts, stream if is_primary else io.StringIO())
     if not is_primary:
-        return sampler.stats
-    tokens, switches = experts.usage(sampler.stats["new_tokens"])
-    total = max(1, sampler.stats["new_tokens"])
+        return stats
+    num_last = sampler.sampler.stats["new_tokens"]  # of the last sample
+    tokens, switches = experts.usage(num_last)
+    total = max(1, num_last)
     usage_text = ", ".join(f"{j} for {n / total:.0%}" for j, n in sorted(tokens.items()))
     print(
-        f"{quantity(sampler.stats['tokens_per_second'], 'tokens/s')}; experts used, of "
+        f"{quantity(stats['tokens_per_second'], 'tokens/s')}; experts used, of "
         f"{ensemble.count}: {usage_text} of the tokens; {switches} switched on during sampling",
         file=sys.stderr,
     )
-    return sampler.stats
+    return stats

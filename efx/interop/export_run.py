@@ -81,7 +81,7 @@ def export_run(config, workdir, folder, *, step=None, dtype=None, shard_bytes=SH
         by = f"as {ARCHITECTURES[kind].name}, for {hf.TRANSFORMERS}"
     parameters = quantity(count_params(params), "parameters")
     print(f"{folder}: {parameters} of {workdir}, step {step}, {by}")
-    if other := finished_run.other_model(built.config, workdir):
+    if other := finished_run.model_change_warning(built.config, workdir):
         print(other)
     return contents
 

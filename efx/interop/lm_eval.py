@@ -100,7 +100,7 @@ class _Model:
             "family": built.model.config.family,
             "parameters": count_params(params),
         }
-        if other := finished_run.other_model(built.config, workdir):
+        if other := finished_run.model_change_warning(built.config, workdir):
             self._info["other_model"] = other
         self._scorer = Scorer(
             built, {"params": params, **variables}, batch_size=batch_size, max_length=max_length

@@ -136,23 +136,20 @@ class Evaluator:
         if name in ("eval/loss", "eval/bits_per_byte"):
             return
         where = f"config.checkpoint.best_metric={name!r}"
-        if "accuracy" in name.rpartition("/")[2]:
-            raise UsageError(f"{where}: must be a metric to minimise, such as eval/loss")
+        if not name.startswith("eval/lo") and not name.startswith("eval/bits_per_byte"):
+            raise UsageError(f"{where}: must be a held-out loss to minimise, such as eval/loss")
         batch = next(iter(self._data.eval_batches(self._config.batch_size, 1)))
         means = {}
         for selection, step in self._steps.items():
             sums = step.eval_shape(params, variables, batch, self._seed, self._seed)
             names = ("loss", "correct", "tokens", *self._by_layer.eval_shape(sums["stats"]))
             means[selection] = dict.fromkeys(names, 1.0)
-        known = list(self._metrics(Passes(means, 1.0)))
-        known += ["eval/repeated/second"] * bool(self._config.repeated_rows)
-        for changes in self._changes:
-            known += [f"eval/{key}" for key in changes.names(params, variables, batch)]
+        metrics = self._metrics(Passes(means, 1.0))
+        known = [key for key in metrics if key.startswith(("eval/loss", "eval/bits_per_byte"))]
         if name not in known:
-            of_layers = {a for a in known for b in known if a.startswith(f"{b}/")}
             raise UsageError(
-                f"{where}: evaluation of this model does not log it{nearest(name, known)}; use one "
-                f"of {', '.join(sorted({*known} - of_layers))}"
+                f"{where}: not a loss of this model's evaluation{nearest(name, known)}; use one of "
+                f"{', '.join(known)}"
             )
 
     def _train_batches(self):

@@ -1,7 +1,7 @@
 """Evaluate the checkpoint of a run, or sample from it."""
 
-import io
 import sys
+from io import StringIO
 
 import jax
 
@@ -36,8 +36,8 @@ def evaluate(config, workdir, step=None):
     if jax.process_index() == 0:
         print(describe(step, metrics))
         print(scored(e.data, config.evaluate, metrics["eval/tokens"]))
-        if other := other_model(e.config, workdir):
-            print(other)
+        if warning := model_change_warning(e.config, workdir):
+            print(warning)
         c, trained_on = config.data, run_dir.recorded_setting(workdir, "data.source")
         if not c.eval_source and c.source != trained_on:
             print(f"to score the whole text, use --config.data.eval_source={c.source}")
@@ -47,14 +47,14 @@ def evaluate(config, workdir, step=None):
     return metrics
 
 
-def other_model(config, workdir):
+def model_change_warning(config, workdir):
     """A warning about settings that change the model after training, or ""."""
     changed = changed_settings(workdir, config, _MODEL_SETTINGS)
     listed = (
         f"config.{key}={value!r} (trained with {before!r})"
         for key, (before, value) in changed.items()
     )
-    return f"this is not the model that was trained: {', '.join(listed)}" if changed else ""
+    return f"model settings differ from training: {', '.join(listed)}" if changed else ""
 
 
 def sample(config, workdir, step=None, stream=None):
@@ -70,15 +70,15 @@ def sample(config, workdir, step=None, stream=None):
     is_primary = jax.process_index() == 0
     sampler = TextSampler(e.model, e.tokenizer, config.sample, rules=e.rules)
     # All processes sample, since each may hold a part of the parameters.
-    sampler.write({"params": params, **variables}, stream if is_primary else io.StringIO())
-    stats = sampler.stats
+    stream = stream if is_primary else StringIO()
+    stats = sampler.write({"params": params, **variables}, stream)
     if is_primary:
         line = f"{quantity(stats['tokens_per_second'], 'tokens/s')} from step {step}"
         if "routed_fraction" in stats:
             line += f"; routed blocks computed {stats['routed_fraction']:.1%} of their tokens"
         print(line + _describe_dropped(stats), file=sys.stderr)
-        if other := other_model(e.config, workdir):
-            print(other, file=sys.stderr)
+        if warning := model_change_warning(e.config, workdir):
+            print(warning, file=sys.stderr)
     return stats
 
 

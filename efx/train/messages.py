@@ -46,6 +46,6 @@ def _prompt(config, data, context):
     first = next(iter(data.eval_batches(config.evaluate.batch_size, 1)))["inputs"][0]
     for prompt in (config.sample.prompt, *data.tokenizer.decode(first).split()):
         with contextlib.suppress(UsageError):
-            if len(data.tokenizer.encode(prompt)) <= context:
+            if len(data.tokenizer.start) + len(data.tokenizer.encode(prompt)) <= context:
                 return prompt
     return ""

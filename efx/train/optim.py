@@ -104,7 +104,7 @@ def make_schedule(config_optim, total_steps):
     With end E (`decay_steps`, or total_steps if 0), warm-up W (`_warmup_steps`), peak p and
     f = `final_fraction`: p (step + 1) / (W + 1) for step < W, so that no step has rate 0; then
     `constant` p; `cosine` and `linear` from p at step W to f p at step E; `wsd` p, and over the
-    last `decay_fraction` of E linearly to f p. From E on f p.
+    last `decay_fraction` of E linearly to f p. From E on f p (`constant`: p).
     """
     c = make(OptimConfig, config_optim)
     peak, shape = c.learning_rate, c.schedule
