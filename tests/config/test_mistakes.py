@@ -64,7 +64,7 @@ NEW_RUNS = [
     ("more memory than there is", "model.width=10000000", "model.width=10000000", "lower"),
     # Optimiser.
     ("warm-up after the decay", "optim.schedule.warmup_steps=2 optim.schedule.decay_steps=1",
-     "config.optim.schedule.warmup_steps=2", "at most", "decay_steps=1"),
+     "config.optim.schedule.warmup_steps=2", "decay_steps=1"),
     ("warm-up and decay", "optim.schedule.kind=wsd optim.schedule.warmup_fraction=0.9",
      "config.optim.schedule", "config.steps=2"),
     ("decay without a match", "optim.decay=.*/kernal", "config.optim.decay='.*/kernal'", "kernel"),
@@ -175,7 +175,7 @@ NEW_RUNS = [
     ("directory below a file", "--workdir=text.txt/run", "text.txt", "another"),
     ("directory of another program", "--workdir=model", "model", "another"),
     ("stale directory", "--workdir=stray", "--workdir=stray", "metrics.jsonl", "another"),
-    ("home not expanded", "--workdir=~/run", "--workdir=~/run", "whole path"),
+    ("home not expanded", "--workdir=~/run", "--workdir=~/run", "use /"),
     ("store without checkpoints", "--workdir=s3://b/run", "--workdir=s3://b/run", "gs://"),
 ]  # fmt: skip
 # Whole commands; `run` is a finished run:
@@ -202,12 +202,12 @@ COMMANDS = [
     ("process after the last", "--config=mod --workdir=new --coordinator_address=a:1"
      " --num_processes=2 --process_id=2", "--process_id=2", "at most 1"),
     ("topology missing", "--config=mod --mode=compile", "--topology", "e.g."),
-    ("topology misspelt", "--config=mod --mode=compile --topology=v5x:2x2", "v5x", "'v5e'"),
+    ("topology misspelt", "--config=mod --mode=compile --topology=v5x:2x2", "v5x", "v5e"),
     ("topology without sizes", "--config=mod --mode=compile --topology=h100", "=h100", "1x8x8"),
     ("tail for clusters", "--config=mod --workdir=new --mode=cluster", "'tail'", "=documents"),
     ("sample from nothing", "--mode=sample --workdir=no", "--workdir=no", "no such"),
     ("sample from another folder", "--mode=sample --workdir=nothing", "nothing", "config.json"),
-    ("step missing", "--mode=sample --workdir=run --step=77", "77", "there are: 2"),
+    ("step missing", "--mode=sample --workdir=run --step=77", "77", "newest are 2"),
     ("step is a word", "--mode=evaluate --workdir=run --step=last", "--step=last", "whole number"),
     ("prompt", "--mode=sample --workdir=run --prompt=Zürich", "prompt", "'Z'"),
     ("prompt too long", f"--mode=sample --workdir=run --prompt={'the' * 9}", "prompt", "shorten"),

@@ -190,7 +190,7 @@ def test_texts_stop_row_by_row():
     # All rows have ended: sampling stops.
     sampler = text_sampler(batch_size=4, stop=alone[0][0], max_new_tokens=500)
     assert sampler.texts(build()[1], ["abc"] * 4, seeds=range(4)) == [""] * 4
-    assert sampler.stats["new_tokens"] == 4 * sampling.STREAM
+    assert sampler.sampler.stats["new_tokens"] == 4 * sampling.STREAM
 
 
 def test_a_character_is_streamed_when_all_its_bytes_are_there():
