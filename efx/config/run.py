@@ -18,7 +18,6 @@ from efx.config.schema import (
     Probability,
     Range,
     block,
-    check_encodes,
     check_regex,
     converted,
     defaults,
@@ -376,11 +375,6 @@ class SampleConfig:
     stop: str = ""  # stop after this text
     num_samples: Count = 1
     seed: Seed = 0
-
-    def check(self):
-        for name in ("prompt", "stop"):
-            needed = ": expected UTF-8 text"
-            check_encodes(getattr(self, name), f"{self.where}.{name}", needed=needed)
 
 
 @block("config.cluster")

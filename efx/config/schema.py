@@ -16,6 +16,7 @@ and that the command line overrides; `make` turns it into the block again.
 import dataclasses
 import functools
 import math
+import operator
 import re
 import types
 import typing
@@ -26,7 +27,7 @@ from ml_collections import ConfigDict, config_dict
 
 from efx.errors import UsageError, nearest
 
-# Largest int32 and float32; a range may allow larger numbers.
+# Largest int32 and float32, the limits of a range without an upper bound.
 _LARGEST = {int: 2**31 - 1, float: (2 - 2**-23) * 2.0**127}
 
 
@@ -39,39 +40,38 @@ class Range:
     most: float | None = None
     below: float | None = None
 
-    def holds(self, value):
-        """Whether a number is finite and lies in the range."""
-        return (
-            -math.inf < value < math.inf  # math.isfinite fails on an int that no float can hold
-            and (self.least is None or value >= self.least)
-            and (self.above is None or value > self.above)
-            and (self.most is None or value <= self.most)
-            and (self.below is None or value < self.below)
-        )
-
-    def rule(self, value):
-        """The violated bound in words."""
-        if self.least is not None and self.most is not None:
-            if value < self.least:
-                return f"at least {self.least}"
-            if value > self.most:
-                return f"at most {self.most}"
-        return str(self)
-
     @property
     def is_unbounded(self):
         """Whether there is no upper bound."""
         return self.most is None and self.below is None
 
-    def __str__(self):
-        low = self.least if self.above is None else self.above
-        high = self.most if self.below is None else self.below
-        if high is None and low is None:
+    def violation(self, value, kind):
+        """What a number must be, if it is out of range, such as "at least 1"; else "".
+
+        Args:
+          kind: int or float.
+        """
+        if not -math.inf < value < math.inf:  # math.isfinite fails on a huge int
             return "finite"
-        if high is None:
-            return f"at least {low}" if self.above is None else f"more than {low}"
-        opening = "[" if self.above is None else "("
-        return f"in {opening}{low}, {high}{']' if self.below is None else ')'}"
+        if self.is_unbounded and abs(value) > _LARGEST[kind]:
+            limit = format(_LARGEST[kind], "d" if kind is int else ".8g")
+            return f"at most {limit} in size, the largest {kind.__name__}32"
+        for bound, is_valid, words in (
+            (self.least, operator.ge, "at least"),
+            (self.above, operator.gt, "more than"),
+            (self.most, operator.le, "at most"),
+            (self.below, operator.lt, "less than"),
+        ):
+            if bound is not None and not is_valid(value, bound):
+                return self._interval() or f"{words} {bound}"
+        return ""
+
+    def _interval(self):
+        """The range as "in (0, 1]", or "" without two bounds of which one is exclusive."""
+        low = f"[{self.least}" if self.above is None else f"({self.above}"
+        high = f"{self.most}]" if self.below is None else f"{self.below})"
+        has_exclusive = self.above is not None or self.below is not None
+        return f"in {low}, {high}" if has_exclusive and "None" not in low + high else ""
 
 
 Count = Annotated[int, Range(least=1)]
@@ -186,15 +186,8 @@ def _as_option(hint, value, where):
     if origin is Annotated:
         kind, allowed = typing.get_args(hint)
         number = _as_option(kind, value, where)
-        if not allowed.holds(number):
-            finite = allowed.is_unbounded and not abs(number) < math.inf and allowed != Range()
-            rule = ("finite and " if finite else "") + allowed.rule(number)
-            raise UsageError(f"{where}={value!r}: must be {rule}")
-        if allowed.is_unbounded and abs(number) > _LARGEST[kind]:
-            limit = format(_LARGEST[kind], "d" if kind is int else ".8g")
-            raise UsageError(
-                f"{where}={value!r}: must be at most {limit} in size, the largest {kind.__name__}32"
-            )
+        if violation := allowed.violation(number, kind):
+            raise UsageError(f"{where}={value!r}: must be {violation}")
         return number
     if origin is Literal:
         choices = typing.get_args(hint)
@@ -214,31 +207,13 @@ def _as_option(hint, value, where):
             return math.inf if value > 0 else -math.inf
         return float(value)
     elif hint is str and isinstance(value, str):
-        return _text(value, where)
+        # Undecodable bytes of the command line are surrogates in Python.
+        if "\0" in value or value != value.encode(errors="replace").decode():
+            raise UsageError(f"{where}={value!r}: must be UTF-8 text without null characters")
+        return value
     elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
     raise UsageError(f"{where}={value!r}: expected {_type_name(hint)}")
-
-
-def _text(value, where):
-    """A text, or a name that the system may have: one that is not UTF-8 has halves of surrogate
-    pairs, of one kind, in Python."""
-    if "\0" in value:
-        raise UsageError(f"{where}={value!r}: the character \\0 is not allowed")
-    check_encodes(value, where, "surrogateescape")
-    return value
-
-
-def check_encodes(text, where, errors="strict", needed=""):
-    """UsageError unless a text has a form in UTF-8. errors: as in `str.encode`; needed: said at the
-    end."""
-    try:
-        text.encode("utf-8", errors)
-    except UnicodeEncodeError as error:
-        raise UsageError(
-            f"{where}={text!r}: has half of a surrogate pair, {text[error.start]!r}, an "
-            f"invalid character{needed}"
-        ) from None
 
 
 def check_regex(pattern, where):
