@@ -28,6 +28,12 @@ class PassingError(UsageError):
     status = 75
 
 
+def first_line(error):
+    """Return the class of an exception and the first line of its message, shortened."""
+    line = (str(error).strip().splitlines() or [""])[0][:200]
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+
+
 def extra(name):
     """Describe how to install an extra of efx, which no package index has."""
     return (

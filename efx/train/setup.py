@@ -616,7 +616,6 @@ def checkpointer(workdir, c, scores=None):
         scores = read_scores(workdir, c) if c.keep_best else {}
     return Checkpointer(
         io.folder(workdir) / run_dir.CHECKPOINTS,
-        every=c.every,
         keep_last=c.keep_last,
         keep_best=c.keep_best,
         scores=scores,

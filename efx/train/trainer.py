@@ -317,7 +317,7 @@ class Trainer:
         self.files.mirror.upload()  # first, so that no checkpoint lacks its rows
         meta = self.log.meta(self.step)
         meta |= {"record": self.files.record, "last_step": self.experiment.steps}
-        self.checkpoints.save(self.step, self.state, self.position, meta, force=True)
+        self.checkpoints.save(self.step, self.state, self.position, meta)
 
     def _evaluate_and_sample(self, due):
         if not {"evaluate", "sample"} & set(due):

@@ -157,6 +157,7 @@ def test_an_upload_that_fails_is_tried_again_and_at_the_end_an_error(objects, mo
         assert len(list(local.rglob("*.txt"))) == 2
         (local / "samples/step_2.txt").unlink()
         (local / "metrics.jsonl").write_text("rows")
+        (local / ".metrics.jsonl.1.tmp").write_text("half")
         with monkeypatch.context() as patch:
             patch.setattr(object_store, "put", None)
             mirror.upload(if_due=True)
@@ -169,6 +170,18 @@ def test_an_upload_that_fails_is_tried_again_and_at_the_end_an_error(objects, mo
     assert not local.exists()
     kept = {name: data for name, (data, _) in objects.items() if name.startswith(begin)}
     assert kept == {f"{begin}samples/step_1.txt": b"old", f"{begin}metrics.jsonl": b"rows"}
+
+
+def test_a_download_that_fails_tells_that_a_rerun_may_succeed(objects, monkeypatch):
+    object_store.put("bucket/runs/mirrored/samples/a.txt", b"old")
+
+    def fail(self, path, **_):
+        raise ConnectionError
+
+    run_directory = io.folder("gs://bucket/runs/mirrored")
+    monkeypatch.setattr(object_store.Store, "_open", fail)
+    with pytest.raises(PassingError, match="runs/mirrored"), io.Mirror(run_directory, ("samples",)):
+        pass
 
 
 # ---- addresses that are refused -----------------------------------------------------------------
