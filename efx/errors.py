@@ -19,7 +19,7 @@ class UsageError(ValueError):
         super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
 
 
-class PassingError(UsageError):
+class TransientError(UsageError):
     """An error that the same command may not meet again: a lost process, an unreachable store.
 
     Launchers rerun a command that exits with this status (EX_TEMPFAIL).

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 
-from efx.errors import PassingError, UsageError, extra, first_line, warn
+from efx.errors import TransientError, UsageError, extra, first_line, warn
 
 _STORES = {"gs": "gcs", "s3": "s3"}  # scheme: fsspec's file system, also the name of efx's extra
 _SCHEME_OF_RUNS = "gs"  # the only store that orbax writes checkpoints to
@@ -43,7 +43,7 @@ def folder(address, setting="--workdir"):
 
     Args:
       setting: the flag or setting that holds the address, for messages.
-    Raises: UsageError for other stores and unusable names, PassingError for a network error.
+    Raises: UsageError for other stores and unusable names, TransientError for a network error.
     """
     if not is_remote(address):
         return local_path(address, setting)
@@ -108,7 +108,7 @@ def _store(address, named):
         raise UsageError(f"{named}: {scheme}:// needs {extra(name)}") from error
 
 
-def is_network_error(error):
+def is_transient(error):
     """Whether the network, a server or a disk failed, so that a later try may succeed."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in TRANSIENT:
@@ -134,11 +134,11 @@ def _http_status(error):
 
 
 def unreachable(named, error):
-    """Return the UsageError for an error of a store's client, a PassingError if the network failed.
+    """Return the error for one of a store's client: TransientError if the network failed, or UsageError.
 
     named: the setting and its value.
     """
-    kind = PassingError if is_network_error(error) else UsageError
+    kind = TransientError if is_transient(error) else UsageError
     return kind(
         f"{named} cannot be reached: {first_line(error)}; check the name, the network and the "
         "credentials"
@@ -209,7 +209,7 @@ class Mirror:
             self._uploaded[name] = _size_and_time(target)
 
     def upload(self, if_due=False):
-        """Upload new and changed files and delete removed ones; PassingError if that fails.
+        """Upload new and changed files and delete removed ones; TransientError if that fails.
 
         if_due: at most once a minute, in the background, with a warning if it fails.
         """
@@ -220,7 +220,7 @@ class Mirror:
             try:
                 self._upload()
             except UsageError as error:  # the store was reached earlier, so a rerun may succeed
-                raise PassingError(error) from error
+                raise TransientError(error) from error
         elif time.monotonic() >= self._next_upload and not self._background.is_alive():
             self._next_upload = time.monotonic() + _UPLOAD_SECONDS
             self._background = threading.Thread(target=self._upload_or_warn, daemon=True)

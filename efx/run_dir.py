@@ -34,7 +34,7 @@ import subprocess
 import sys
 
 from efx import __version__, io
-from efx.errors import PassingError, UsageError, warn
+from efx.errors import TransientError, UsageError, warn
 from efx.parallel import multihost
 
 CONFIG_FILE = "config.json"
@@ -68,7 +68,7 @@ def checkpoint_steps(root):
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        kind = PassingError if io.is_network_error(error) else UsageError
+        kind = TransientError if io.is_transient(error) else UsageError
         raise kind(
             f"cannot read checkpoints in {root}: {io.describe_os_error(error)}; use another "
             "directory"

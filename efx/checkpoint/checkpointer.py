@@ -268,7 +268,7 @@ def _check_same_arrays(name, stored, targets, vocab_size):
     for path in sorted(stored.keys() | targets.keys()):
         there, here = stored.get(path), targets.get(path)
         is_same = there is not None and here is not None and there.dtype == here.dtype
-        if not is_same or not arrays.fits(path, there.shape, here.shape, vocab_size):
+        if not is_same or not arrays.shapes_match(path, there.shape, here.shape, vocab_size):
             differences.append(
                 f"state/{'/'.join(path)} is {arrays.describe(there)} there, "
                 f"{arrays.describe(here)} here"

@@ -11,7 +11,7 @@ import warnings
 from absl import logging as absl_logging
 
 from efx import io
-from efx.errors import PassingError, UsageError, first_line
+from efx.errors import TransientError, UsageError, first_line
 from efx.parallel import multihost
 
 _SHOWN = 4  # differing arrays in a message before "and N more"
@@ -24,7 +24,7 @@ class CheckpointError(UsageError):
     """A checkpoint cannot be written, read or used."""
 
 
-class TransientCheckpointError(CheckpointError, PassingError):
+class TransientCheckpointError(CheckpointError, TransientError):
     """A checkpoint cannot be written or read now; the same command may succeed later."""
 
 
@@ -79,7 +79,7 @@ def is_transient(error):
         return False
     return (
         number in io.TRANSIENT
-        or io.is_network_error(error)
+        or io.is_transient(error)
         or multihost.is_process_loss(error)
         or any(status in str(error) for status in _STATUSES_OF_STORES)
     )

@@ -108,7 +108,9 @@ def restore_params(
         f"{source} is {arrays.describe(stored[source])} there, {path} is "
         f"{arrays.describe(targets[path])} here"
         for path, source in loaded.items()
-        if not arrays.fits(path.split("/"), stored[source].shape, targets[path].shape, vocab_size)
+        if not arrays.shapes_match(
+            path.split("/"), stored[source].shape, targets[path].shape, vocab_size
+        )
     ]
     if wrong:
         raise CheckpointError(

@@ -13,9 +13,9 @@ import time
 import traceback
 
 from efx import io
-from efx.errors import PassingError, UsageError, first_line
+from efx.errors import TransientError, UsageError, first_line
 
-LOST = PassingError.status  # exit status of a process that lost another one
+LOST = TransientError.status  # exit status of a process that lost another one
 _HEARTBEAT_SECONDS = 15  # until a silent process counts as lost; JAX's default is 100
 # A process that fails stays so long, so that the others can report the same error themselves
 # before they lose it. Process 0 serves the connection and stays longer.
@@ -31,7 +31,7 @@ def connect(coordinator_address=None, num_processes=None, process_id=None, *, pr
 
     Args: without the first three, JAX detects the cluster (Slurm, TPU pods, GKE).
       preemption: whether `efx.parallel.signals` handles SIGTERM; False: it ends the process.
-    Raises: UsageError without a cluster or for a wrong address, PassingError if processes are
+    Raises: UsageError without a cluster or for a wrong address, TransientError if processes are
       missing in a detected cluster.
     """
     import jax
@@ -53,7 +53,7 @@ def connect(coordinator_address=None, num_processes=None, process_id=None, *, pr
                 "leave it out, or set --coordinator_address, --num_processes and --process_id"
             ) from error
         address = coordinator_address or "detected by --distributed"
-        raise (UsageError if coordinator_address else PassingError)(
+        raise (UsageError if coordinator_address else TransientError)(
             f"the processes could not connect (process 0 is {address}): {first_line(error)}"
         ) from error
     finally:
@@ -133,12 +133,12 @@ def run_on_primary(workdir, action, setting="--workdir"):
         try:
             result = action() or 0
         except Exception as raised:
-            error, result = raised, -2 if isinstance(raised, PassingError) else -1
+            error, result = raised, -2 if isinstance(raised, TransientError) else -1
     result = int(multihost_utils.broadcast_one_to_all(np.int32(result)))
     if error:
         raise error
     if result < 0:
-        kind = PassingError if result == -2 else UsageError
+        kind = TransientError if result == -2 else UsageError
         raise kind(f"{setting}={workdir}: process 0 reported an error; see its message")
     return result
 

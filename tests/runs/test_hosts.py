@@ -64,7 +64,7 @@ def check(changes):
     from efx import run_dir
     from efx.parallel import multihost
     from efx.checkpoint import Checkpointer, manifest
-    from efx.errors import PassingError, UsageError
+    from efx.errors import TransientError, UsageError
 
     def refused(call):
         try:
@@ -73,7 +73,7 @@ def check(changes):
             print(f"refused ({error.status}): {error}", flush=True)
 
     def offline():
-        raise PassingError("offline")
+        raise TransientError("offline")
 
     def busy(folder):
         raise OSError(errno.EIO, "Input/output error")

@@ -13,7 +13,7 @@ from run_files import tiny
 from efx import io, main
 from efx.data import load, write_token_shards
 from efx.data.tokenizers import ByteTokenizer
-from efx.errors import PassingError, UsageError
+from efx.errors import TransientError, UsageError
 from efx.logging import read_metrics
 from efx.studies import sweep
 from efx.train import finished_run, trainer
@@ -165,7 +165,7 @@ def test_an_upload_that_fails_is_tried_again_and_at_the_end_an_error(objects, mo
             assert capsys.readouterr().err.startswith("efx: warning: gs://bucket/runs/mirrored")
             mirror.upload(if_due=True)  # not due for a minute
             assert capsys.readouterr().err == ""
-            with pytest.raises(PassingError, match="runs/mirrored"):
+            with pytest.raises(TransientError, match="runs/mirrored"):
                 mirror.upload()
     assert not local.exists()
     kept = {name: data for name, (data, _) in objects.items() if name.startswith(begin)}
@@ -180,7 +180,10 @@ def test_a_download_that_fails_tells_that_a_rerun_may_succeed(objects, monkeypat
 
     run_directory = io.folder("gs://bucket/runs/mirrored")
     monkeypatch.setattr(object_store.Store, "_open", fail)
-    with pytest.raises(PassingError, match="runs/mirrored"), io.Mirror(run_directory, ("samples",)):
+    with (
+        pytest.raises(TransientError, match="runs/mirrored"),
+        io.Mirror(run_directory, ("samples",)),
+    ):
         pass
 
 

@@ -348,12 +348,12 @@ def test_a_study_that_is_killed_leaves_no_run_behind(started_study):
 
 def test_a_run_ends_when_its_study_has_ended(monkeypatch):
     reader, writer = os.pipe()
-    monkeypatch.setenv(signals.ENDS_WITH, str(reader))
+    monkeypatch.setenv(signals.PARENT_PIPE, str(reader))
     caught = []
     before = signal.signal(signal.SIGTERM, lambda *_: caught.append(1))
     try:
         assert main.main(["efx", "--help"]) == 0
-        assert signals.ENDS_WITH not in os.environ and not caught
+        assert signals.PARENT_PIPE not in os.environ and not caught
         os.close(writer)
         wait_until(lambda: caught)
     finally:
