@@ -134,9 +134,9 @@ def _http_status(error):
 
 
 def unreachable(named, error):
-    """Return the error for one of a store's client: TransientError if the network failed, or UsageError.
+    """Return the UsageError for an error of a store's client.
 
-    named: the setting and its value.
+    It is a TransientError if the network failed. named: the setting and its value.
     """
     kind = TransientError if is_transient(error) else UsageError
     return kind(
