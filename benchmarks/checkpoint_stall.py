@@ -55,7 +55,7 @@ def measure(state, root, asynchronous, arguments):
     state, _ = take_steps(state, arguments.steps)  # new memory is slow
     state, before = take_steps(state, arguments.steps)
     with Checkpointer(
-        root, every=1, keep_last=1, keep_best=0, scores={}, asynchronous=asynchronous
+        root, keep_last=1, keep_best=0, scores={}, asynchronous=asynchronous
     ) as checkpoints:
         for step in range(1, arguments.saves + 1):
             start = time.perf_counter()

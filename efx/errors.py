@@ -19,13 +19,19 @@ class UsageError(ValueError):
         super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
 
 
-class PassingError(UsageError):
+class TransientError(UsageError):
     """An error that the same command may not meet again: a lost process, an unreachable store.
 
     Launchers rerun a command that exits with this status (EX_TEMPFAIL).
     """
 
     status = 75
+
+
+def first_line(error):
+    """Return the class of an exception and the first line of its message, shortened."""
+    line = (str(error).strip().splitlines() or [""])[0][:200]
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
 def extra(name):

@@ -11,12 +11,11 @@ import json
 import os
 import pathlib
 import shutil
-import sys
 import tempfile
 import threading
 import time
 
-from efx.errors import PassingError, UsageError, extra
+from efx.errors import TransientError, UsageError, extra, first_line, warn
 
 _STORES = {"gs": "gcs", "s3": "s3"}  # scheme: fsspec's file system, also the name of efx's extra
 _SCHEME_OF_RUNS = "gs"  # the only store that orbax writes checkpoints to
@@ -26,6 +25,8 @@ _NETWORK_ERRORS = {
     "ConnectionError", "TimeoutError", "gaierror", "Timeout", "TransportError",
     "ClientConnectionError", "ClientPayloadError", "HTTPClientError",
 }  # fmt: skip
+# Of a failing disk, network or file server: a rerun may succeed.
+TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ECONNRESET, errno.ESTALE)
 _UPLOAD_SECONDS = 60  # between two uploads of logged rows
 MOST_JSON = 64 << 20  # bytes of a JSON file; the largest tokenizers have 35 million
 
@@ -42,7 +43,7 @@ def folder(address, setting="--workdir"):
 
     Args:
       setting: the flag or setting that holds the address, for messages.
-    Raises: UsageError for other stores and unusable names, PassingError for a network error.
+    Raises: UsageError for other stores and unusable names, TransientError for a network error.
     """
     if not is_remote(address):
         return local_path(address, setting)
@@ -107,9 +108,11 @@ def _store(address, named):
         raise UsageError(f"{named}: {scheme}:// needs {extra(name)}") from error
 
 
-def is_network_error(error):
-    """Whether the network or a server failed, so that a later try may succeed."""
+def is_transient(error):
+    """Whether the network, a server or a disk failed, so that a later try may succeed."""
     while error is not None:
+        if isinstance(error, OSError) and error.errno in TRANSIENT:
+            return True
         names = {base.__name__ for base in type(error).__mro__}
         status = _http_status(error)
         if names & _NETWORK_ERRORS or status in (408, 429) or 500 <= status < 600:
@@ -131,15 +134,14 @@ def _http_status(error):
 
 
 def unreachable(named, error):
-    """Return the UsageError for an error of a store's client, a PassingError if the network failed.
+    """Return the UsageError for an error of a store's client.
 
-    named: the setting and its value.
+    It is a TransientError if the network failed. named: the setting and its value.
     """
-    kind = PassingError if is_network_error(error) else UsageError
-    first_line = (str(error).splitlines() or [""])[0][:200]
+    kind = TransientError if is_transient(error) else UsageError
     return kind(
-        f"{named} cannot be reached: {type(error).__name__}: {first_line}; check the"
-        " name, the network and the credentials"
+        f"{named} cannot be reached: {first_line(error)}; check the name, the network and the "
+        "credentials"
     )
 
 
@@ -183,8 +185,9 @@ class Mirror:
     def __enter__(self):
         if is_remote(self._run_directory):
             self.path = pathlib.Path(tempfile.mkdtemp(prefix="efx-run-"))
-            for name in self._names:
-                self._download(self._run_directory / name, name)
+            with _report_store_errors(self._run_directory):
+                for name in self._names:
+                    self._download(self._run_directory / name, name)
         return self
 
     def __exit__(self, kind, error, trace):
@@ -206,7 +209,7 @@ class Mirror:
             self._uploaded[name] = _size_and_time(target)
 
     def upload(self, if_due=False):
-        """Upload new and changed files and delete removed ones; PassingError if that fails.
+        """Upload new and changed files and delete removed ones; TransientError if that fails.
 
         if_due: at most once a minute, in the background, with a warning if it fails.
         """
@@ -217,7 +220,7 @@ class Mirror:
             try:
                 self._upload()
             except UsageError as error:  # the store was reached earlier, so a rerun may succeed
-                raise PassingError(error) from error
+                raise TransientError(error) from error
         elif time.monotonic() >= self._next_upload and not self._background.is_alive():
             self._next_upload = time.monotonic() + _UPLOAD_SECONDS
             self._background = threading.Thread(target=self._upload_or_warn, daemon=True)
@@ -232,17 +235,22 @@ class Mirror:
         try:
             self._upload()
         except UsageError as error:
-            print(f"efx: warning: {error}", file=sys.stderr, flush=True)
+            warn(error)
 
     def _upload(self):
-        files = [path for path in self.path.rglob("*") if path.is_file()]
+        files = [p for p in self.path.rglob("*") if p.is_file() and not _is_temporary(p.name)]
         present = {path.relative_to(self.path).as_posix(): path for path in files}
         with _report_store_errors(self._run_directory):
             for name, path in present.items():
-                identity = _size_and_time(path)
-                if self._uploaded.get(name) != identity:
-                    (self._run_directory / name).write_bytes(path.read_bytes())
-                    self._uploaded[name] = identity
+                try:
+                    identity = _size_and_time(path)
+                    if self._uploaded.get(name) == identity:
+                        continue
+                    contents = path.read_bytes()
+                except FileNotFoundError:  # removed after it was listed
+                    continue
+                (self._run_directory / name).write_bytes(contents)
+                self._uploaded[name] = identity
             for name in self._uploaded.keys() - present.keys():
                 (self._run_directory / name).unlink(missing_ok=True)
                 del self._uploaded[name]
@@ -306,6 +314,11 @@ def replacing(path):
         with contextlib.suppress(OSError):
             shutil.rmtree(part) if part.is_dir() else part.unlink()
         raise
+
+
+def _is_temporary(name):
+    """Whether `name` is that of a temporary file of `replacing`."""
+    return name.startswith(".") and name.endswith(".tmp")
 
 
 def write_text(path, text):

@@ -168,7 +168,7 @@ def start_jax(values):
     process = (values.coordinator_address, values.num_processes, values.process_id)
     if values.distributed or process[0] is not None:
         multihost.connect(*process, preemption=values.mode == "train")
-    compile_cache.keep_compiled()
+    compile_cache.enable_compile_cache()
 
 
 def _configure_logging():
@@ -209,7 +209,7 @@ def main(argv=None):
 def command():
     """`main` as a process of its own, which does not wait for abandoned threads."""
     status = main()
-    if signals.work_is_left():
+    if signals.has_background_work():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

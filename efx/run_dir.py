@@ -34,7 +34,7 @@ import subprocess
 import sys
 
 from efx import __version__, io
-from efx.errors import UsageError, warn
+from efx.errors import TransientError, UsageError, warn
 from efx.parallel import multihost
 
 CONFIG_FILE = "config.json"
@@ -57,19 +57,29 @@ _LONGEST_NAME = 120  # characters; Weights & Biases takes 128
 # ---- reading -----------------------------------------------------------------------------------
 
 
-def checkpoint_steps(workdir):
-    """Steps of all checkpoint directories in ascending order, complete or not; [] without any."""
+def checkpoint_steps(root):
+    """Steps that have a directory in `root`, in ascending order, complete or not; [] without any.
+
+    Args:
+      root: directory of the checkpoints of a run.
+    """
     try:
-        names = [path.name for path in (io.folder(workdir) / CHECKPOINTS).iterdir()]
+        names = [path.name for path in root.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(int(name) for name in names if name.isdecimal() and len(name) < 19)
+    except OSError as error:
+        kind = TransientError if io.is_transient(error) else UsageError
+        raise kind(
+            f"cannot read checkpoints in {root}: {io.describe_os_error(error)}; use another "
+            "directory"
+        ) from error
+    return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]{0,17}", name))
 
 
 def newest_meta(workdir):
     """(step, meta) of the newest checkpoint with readable metadata; (None, {}) without one."""
     root = io.folder(workdir) / CHECKPOINTS
-    for step in reversed(checkpoint_steps(workdir)):
+    for step in reversed(checkpoint_steps(root)):
         # Restoring reports a damaged checkpoint; here it is skipped.
         with contextlib.suppress(OSError, ValueError):
             if (root / str(step) / MANIFEST).exists():
@@ -129,12 +139,14 @@ def recorded_setting(workdir, key):
 
 def holds_result(workdir):
     """Whether a directory holds a checkpoint or a clustering."""
-    return bool(checkpoint_steps(workdir)) or holds_clustering(workdir)
+    has_checkpoint = bool(checkpoint_steps(io.folder(workdir) / CHECKPOINTS))
+    return has_checkpoint or holds_clustering(workdir)
 
 
 def holds_clustering(workdir):
     """Whether a directory holds the clusters of cBTM, with its expert runs in subdirectories."""
-    return not checkpoint_steps(workdir) and (io.folder(workdir) / CLUSTERING).is_file()
+    folder = io.folder(workdir)
+    return not checkpoint_steps(folder / CHECKPOINTS) and (folder / CLUSTERING).is_file()
 
 
 def saved_tokenizer(workdir):

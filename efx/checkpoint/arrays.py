@@ -18,7 +18,7 @@ _REPLICA_BYTES = 2**20
 VOCABULARY = {("embed", "embedding"): 0, ("head", "kernel"): 1}
 
 
-def flatten(tree):
+def leaves_by_path(tree):
     """Return {tuple of strings: leaf} of any pytree."""
     return {path_names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
@@ -28,7 +28,7 @@ def flatten(tree):
 
 def save_arguments(state, data_state, meta):
     """Return a state, its data position and metadata as arguments of the manager's `save`."""
-    leaves = {path: _without_replicas(leaf) for path, leaf in flatten(state).items()}
+    leaves = {path: _without_replicas(leaf) for path, leaf in leaves_by_path(state).items()}
     return ocp.args.Composite(
         state=ocp.args.StandardSave(unflatten_dict(leaves)),
         data=ocp.args.JsonSave(data_state),
@@ -126,7 +126,7 @@ class _HashAfterWrite:
 
 def read_metadata(folder):
     """Return {path: shape and dtype} of the arrays of a step."""
-    return flatten(ocp.PyTreeCheckpointHandler().metadata(folder / "state").tree)
+    return leaves_by_path(ocp.PyTreeCheckpointHandler().metadata(folder / "state").tree)
 
 
 def read_state(folder, targets):
@@ -143,7 +143,7 @@ def read_state(folder, targets):
         restore_args=ocp.checkpoint_utils.construct_restore_args(tree, strict=False),
     )
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        return flatten(reader.restore(folder / "state", args=arguments))
+        return leaves_by_path(reader.restore(folder / "state", args=arguments))
 
 
 def with_sharding(leaf):
@@ -153,7 +153,7 @@ def with_sharding(leaf):
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def fits(path, stored_shape, target_shape, vocab_size):
+def shapes_match(path, stored_shape, target_shape, vocab_size):
     """Return whether an array can be read with another shape.
 
     Shapes may differ in the vocabulary padding only, which depends on the mesh and is zero.

@@ -18,7 +18,7 @@ from efx.checkpoint.errors import CheckpointError, Damage
 from efx.errors import warn
 from efx.parallel import multihost
 from efx.parallel.sharding import path_names
-from efx.run_dir import Home
+from efx.run_dir import Home, checkpoint_steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,6 @@ class Checkpointer:
     Args:
       root: directory of the checkpoints. The first save makes it, in a directory that must exist.
         Nothing is changed before, so reading a run that another process trains is safe.
-      every: save at multiples of this step; 0: only when forced.
       keep_last: number of newest steps to keep, at least 1.
       keep_best: number of steps with the lowest scores to keep.
       scores: {step: number or None}, to which the caller may add. A step without a finite score is
@@ -45,10 +44,10 @@ class Checkpointer:
       asynchronous: `save` returns once the state is copied, and writes in the background.
     """
 
-    def __init__(self, root, *, every, keep_last, keep_best, scores, asynchronous):
+    def __init__(self, root, *, keep_last, keep_best, scores, asynchronous):
         errors.silence_orbax()
         self._root = manifest.as_root(root)
-        self._every, self._asynchronous = every, asynchronous
+        self._asynchronous = asynchronous
         self._keep_last, self._keep_best, self._scores = keep_last, keep_best, scores
         self._manager = None  # orbax's, made at the first save because it deletes unfinished saves
         self._saving = None  # the step of the save in progress
@@ -82,24 +81,20 @@ class Checkpointer:
 
     # ---- saving ----------------------------------------------------------------------------------
 
-    def save(self, step, state, data_state, meta, force=False):
-        """Start to save a step; return whether it was due and is new.
+    def save(self, step, state, data_state, meta):
+        """Start to save a step, unless it is saved already.
 
         Waits for the previous save if that is still in progress.
 
         Args:
           state: pytree of arrays; it may be donated when this returns.
           data_state, meta: JSON-able dicts; those of process 0 are saved.
-          force: save though `step` is not a multiple of `every`.
         Raises: CheckpointError if this save or the previous one has failed.
         """
         step = int(step)
-        self.check()
-        if not force and (not self._every or step % self._every):
-            return False
         self.wait()
         if multihost.from_primary(step in self.steps()):
-            return False
+            return
         items = arrays.save_arguments(state, data_state, meta)
         self._saving = step
         try:
@@ -114,7 +109,6 @@ class Checkpointer:
             raise self._fail(error) from error
         if not self._asynchronous:
             self.wait()
-        return True
 
     def check(self):
         """Raise CheckpointError if the save in the background has failed. Never waits."""
@@ -165,7 +159,7 @@ class Checkpointer:
 
     def _rename_unusable(self, step):
         """Rename damaged steps, and an unfinished directory with the name of the step to save."""
-        unusable = (self._damaged | {step}) & manifest.step_directories(self._root)
+        unusable = (self._damaged | {step}) & {*checkpoint_steps(self._root)}
         if not multihost.from_primary(bool(unusable)):
             return
         if jax.process_index() == 0:
@@ -221,8 +215,8 @@ class Checkpointer:
         Raises: CheckpointError.
         """
         self.wait()
-        for number in sorted(manifest.step_directories(self._root) - {*self.steps()}):
-            if number not in self._damaged:
+        for number in checkpoint_steps(self._root):
+            if number not in self._damaged and number not in self.steps():
                 warn(f"{self._root / str(number)} is not a finished checkpoint; ignoring it")
         while True:
             chosen = manifest.choose_step(self._root, self.steps(), step)
@@ -274,7 +268,7 @@ def _check_same_arrays(name, stored, targets, vocab_size):
     for path in sorted(stored.keys() | targets.keys()):
         there, here = stored.get(path), targets.get(path)
         is_same = there is not None and here is not None and there.dtype == here.dtype
-        if not is_same or not arrays.fits(path, there.shape, here.shape, vocab_size):
+        if not is_same or not arrays.shapes_match(path, there.shape, here.shape, vocab_size):
             differences.append(
                 f"state/{'/'.join(path)} is {arrays.describe(there)} there, "
                 f"{arrays.describe(here)} here"

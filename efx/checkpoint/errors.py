@@ -11,20 +11,20 @@ import warnings
 from absl import logging as absl_logging
 
 from efx import io
-from efx.errors import PassingError, UsageError
+from efx.errors import TransientError, UsageError, first_line
+from efx.parallel import multihost
 
 _SHOWN = 4  # differing arrays in a message before "and N more"
 # Of a full or protected disk: a rerun meets the same error.
 _LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
-# Of a failing disk, network or file server: a rerun may succeed.
-_TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ECONNRESET, errno.ESTALE)
+_STATUSES_OF_STORES = ("UNAVAILABLE:", "DEADLINE_EXCEEDED:")  # in errors of TensorStore
 
 
 class CheckpointError(UsageError):
     """A checkpoint cannot be written, read or used."""
 
 
-class TransientCheckpointError(CheckpointError, PassingError):
+class TransientCheckpointError(CheckpointError, TransientError):
     """A checkpoint cannot be written or read now; the same command may succeed later."""
 
 
@@ -50,6 +50,10 @@ def read_errors(name):
     except UsageError:
         raise
     except Exception as error:
+        if is_transient(error):
+            raise TransientCheckpointError(
+                f"{name} cannot be read: {describe(error)}; fix this and rerun the command"
+            ) from error
         raise CheckpointError(
             f"{name} cannot be read, but its checksums are right: {describe(error)}; use a "
             "version of efx and orbax that can read it"
@@ -60,11 +64,24 @@ def save_error(step, root, error):
     """Return the CheckpointError of a save that failed with any exception."""
     number = getattr(_os_error(error), "errno", None)
     # Other errors of an object store come from its client, usually from the network.
-    may_pass = number in _TRANSIENT or (io.is_remote(root) and number not in _LASTING)
-    kind = TransientCheckpointError if may_pass else CheckpointError
+    from_client = io.is_remote(root) and number not in _LASTING
+    kind = TransientCheckpointError if from_client or is_transient(error) else CheckpointError
     return kind(
         f"checkpoint {step} could not be saved in {root}: {describe(error)}; fix this and rerun "
         "the command to resume from the previous checkpoint"
+    )
+
+
+def is_transient(error):
+    """Whether the network, a file server, a store or another process of the run failed."""
+    number = getattr(_os_error(error), "errno", None)
+    if number in _LASTING:
+        return False
+    return (
+        number in io.TRANSIENT
+        or io.is_transient(error)
+        or multihost.is_process_loss(error)
+        or any(status in str(error) for status in _STATUSES_OF_STORES)
     )
 
 
@@ -72,8 +89,7 @@ def describe(error):
     """Describe the cause of an exception in a few words."""
     if cause := _os_error(error):
         return io.describe_os_error(cause) + (f" ({cause.filename})" if cause.filename else "")
-    first_line = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first_line[:200]}"
+    return first_line(error)
 
 
 def _os_error(error):
@@ -83,7 +99,7 @@ def _os_error(error):
         if isinstance(error, OSError) and error.errno:
             return error
         error = error.__cause__ or error.__context__
-    for number in (*_LASTING, *_TRANSIENT):
+    for number in (*_LASTING, *io.TRANSIENT):
         if os.strerror(number) in text:
             return OSError(number, os.strerror(number))
     return None

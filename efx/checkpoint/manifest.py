@@ -17,14 +17,17 @@ import jax
 from etils import epath
 
 from efx import io
-from efx.checkpoint.errors import CheckpointError, Damage, TransientCheckpointError
+from efx.checkpoint.errors import CheckpointError, Damage, TransientCheckpointError, describe
 from efx.parallel import multihost
-from efx.run_dir import MANIFEST
+from efx.run_dir import MANIFEST, checkpoint_steps
 
 _ITEMS = ("state", "data", "meta")
 _COMMITTED = "commit_success.txt"  # orbax's last file of a checkpoint in an object store
 # Orbax changes its own records after the manifest is written; a restore does not need them.
 _UNCHECKED = {"_CHECKPOINT_METADATA", _COMMITTED, MANIFEST}
+_FORMAT = 1  # of manifests
+# Results of `verify` on one process, besides the position of the first damaged file.
+_UNREADABLE, _BAD_MANIFEST, _INTACT = -2, -1, 2**31 - 1
 _DIGESTS = "efx_digests_"  # first part of the name of a process' temporary file of digests
 _VISIBLE_SECONDS = 60  # within which a network file system shows a new checkpoint to all hosts
 
@@ -35,19 +38,6 @@ _VISIBLE_SECONDS = 60  # within which a network file system shows a new checkpoi
 def as_root(root):
     """Return the absolute epath of a local directory or of gs://BUCKET/FOLDER."""
     return epath.Path(root if io.is_remote(root) else os.path.abspath(root))
-
-
-def step_directories(root):
-    """Return the steps that have a directory, finished or not, as a set."""
-    try:
-        return {int(p.name) for p in root.iterdir() if p.name.isdecimal() and p.is_dir()}
-    except FileNotFoundError:
-        return set()
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot read checkpoints in {root}: {io.describe_os_error(error)}; use another "
-            "directory"
-        ) from error
 
 
 def is_finished(folder):
@@ -63,7 +53,7 @@ def is_finished(folder):
 
 def finished_steps(root):
     """Return the finished steps in increasing order."""
-    return sorted(step for step in step_directories(root) if is_finished(root / str(step)))
+    return [step for step in checkpoint_steps(root) if is_finished(root / str(step))]
 
 
 def choose_step(root, finished, step):
@@ -121,50 +111,71 @@ def write_manifest(folder, step):
         else:
             names.append(name)
     digests |= _digests(folder, [name for name in names if name not in digests])
-    contents = {"format": 1, "step": step, "files": {name: digests[name] for name in names}}
+    contents = {"format": _FORMAT, "step": step, "files": {name: digests[name] for name in names}}
     io.write_text(folder / MANIFEST, json.dumps(contents, indent=1))
 
 
 def read_manifest(folder):
-    """Return the manifest of a step as a dict. Raises: Damage."""
+    """Return the manifest of a step as a dict.
+
+    Raises: Damage if it is missing, not a manifest, or that of another step; OSError.
+    """
     try:
         manifest = io.read_json(folder / MANIFEST)
         manifest["files"].items()
-        return manifest
+        step, form = manifest["step"], manifest["format"]
     except FileNotFoundError as error:
         raise Damage(f"file {MANIFEST} is missing") from error
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise Damage(f"file {MANIFEST} is not readable") from error
+    if str(step) != folder.name:
+        raise Damage(f"file {MANIFEST} is of step {step}, not {folder.name}")
+    if form != _FORMAT:
+        raise Damage(f"file {MANIFEST} has format {form}, not {_FORMAT}")
+    return manifest
 
 
 def verify(folder):
     """Compare every file of a step with the manifest.
 
-    Each process reads its part of the files.
+    Each process reads its part of the files. All processes raise the same error.
 
-    Raises: Damage, on all processes, naming the first file that differs.
+    Raises:
+      Damage: names the first file that is missing or differs.
+      TransientCheckpointError: a file cannot be read.
     """
-    files = read_manifest(folder)["files"]
-    names = sorted(files)
-    part = range(jax.process_index(), len(names), jax.process_count())
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        found = pool.map(lambda i: _problem(folder / names[i], files[names[i]]), part)
-        problems = {i: problem for i, problem in zip(part, found, strict=True) if problem}
-    first = multihost.minimum(min(problems, default=len(names)))
-    if first < len(names):
+    names, problems = [], {}  # {result: problem}
+    try:
+        files = read_manifest(folder)["files"]
+        names = sorted(files)
+        part = range(jax.process_index(), len(names), jax.process_count())
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            found = pool.map(lambda i: _verify_file(folder / names[i], files[names[i]]), part)
+            problems = {i: problem for i, problem in zip(part, found, strict=True) if problem}
+    except Damage as damage:
+        problems = {_BAD_MANIFEST: str(damage)}
+    except Exception as error:  # OSError, or an error of a store's client
+        problems = {_UNREADABLE: describe(error)}
+    first = multihost.minimum(min(problems, default=_INTACT))
+    # Only the process that met the problem knows its details.
+    if first == _UNREADABLE:
+        details = problems.get(first, "see the message of another process")
+        raise TransientCheckpointError(
+            f"{folder} cannot be read: {details}; fix this and rerun the command"
+        )
+    if first == _BAD_MANIFEST:
+        raise Damage(problems.get(first, f"file {MANIFEST} is damaged"))
+    if first != _INTACT:
         item, _, name = names[first].partition("/")
-        # Only the process that read the file knows the problem.
         raise Damage(f"item {item}, file {name} {problems.get(first, 'is damaged')}")
 
 
-def _problem(path, recorded):
+def _verify_file(path, recorded):
     """Return the difference between a file and its entry of the manifest, or ""."""
     try:
         return "" if _digest(path) == recorded else "does not match its checksum"
     except FileNotFoundError:
         return "is missing"
-    except OSError as error:
-        return f"cannot be read ({error})"
 
 
 def _digests(folder, names):

@@ -68,7 +68,7 @@ def restore_params(
         gives the path in the checkpoint. Several paths may have the same source.
       skip_other_shapes: whether an array of another shape counts as missing.
       vocab_size: of the model; 0: the vocabulary padding must be the same.
-      prefix: of `missing`, `unexpected` and `rename` in messages.
+      prefix: of the flags of `missing`, `unexpected` and `rename`, for messages; "": no flags.
 
     Returns: (params with the dtypes and shardings of `params`, ParamsDiff).
     Raises: CheckpointError.
@@ -93,22 +93,24 @@ def restore_params(
     }
     targets = flatten_dict(params, sep="/")
     sources = {path: _renamed(path, rename) for path in targets}
-    if skip_other_shapes:
-        for path, leaf in targets.items():
-            source = sources[path]
-            if source in stored and tuple(stored[source].shape) != tuple(leaf.shape):
-                del stored[source]
-    absent = [path for path in targets if sources[path] not in stored]
-    extra = sorted(stored.keys() - set(sources.values()))
     loaded = {path: source for path, source in sources.items() if source in stored}
-    remedy = f"or map the names with {prefix}rename"
-    _check_allowed(f"{name} lacks", absent, missing, f"{prefix}missing", remedy)
-    _check_allowed(f"{name} has extra arrays", extra, unexpected, f"{prefix}unexpected", remedy)
+    if skip_other_shapes:
+        loaded = {
+            path: source
+            for path, source in loaded.items()
+            if tuple(stored[source].shape) == tuple(targets[path].shape)
+        }
+    absent = [path for path in targets if path not in loaded]
+    extra = sorted(stored.keys() - set(sources.values()))
+    _check_allowed(f"{name} lacks", absent, missing, prefix, "missing")
+    _check_allowed(f"{name} has extra arrays", extra, unexpected, prefix, "unexpected")
     wrong = [
         f"{source} is {arrays.describe(stored[source])} there, {path} is "
         f"{arrays.describe(targets[path])} here"
         for path, source in loaded.items()
-        if not arrays.fits(path.split("/"), stored[source].shape, targets[path].shape, vocab_size)
+        if not arrays.shapes_match(
+            path.split("/"), stored[source].shape, targets[path].shape, vocab_size
+        )
     ]
     if wrong:
         raise CheckpointError(
@@ -135,13 +137,14 @@ def _renamed(path, rename):
     return path
 
 
-def _check_allowed(problem, paths, allowed, setting, remedy):
+def _check_allowed(problem, paths, allowed, prefix, key):
     refused = [path for path in paths if not (allowed and re.fullmatch(allowed, path))]
+    remedy = (
+        f"; to allow this, set {prefix}{key} to a regex of these paths, or map the names with "
+        f"{prefix}rename"
+    )
     if refused:
-        raise CheckpointError(
-            f"{problem} {errors.abridged(refused)}; to allow this, set {setting} to a regex of "
-            f"these paths, {remedy}"
-        )
+        raise CheckpointError(f"{problem} {errors.abridged(refused)}{remedy if prefix else ''}")
 
 
 def _read(folder, sources, targets, collection, averages):

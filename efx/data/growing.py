@@ -29,7 +29,7 @@ from efx import io
 from efx.data.disk_cache import checksums, content_key, locked, not_writable
 from efx.data.shards import token_dtype
 from efx.data.tokenizers import load_tokenizer
-from efx.errors import PassingError, UsageError
+from efx.errors import TransientError, UsageError
 from efx.parallel.signals import STOPPING
 
 _VERSION = 1  # raise it when the same input gives other tokens
@@ -136,7 +136,7 @@ class GrowingTokens:
           The number of tokens.
 
         Raises:
-          UsageError: the text cannot be read; PassingError if the writer was killed.
+          UsageError: the text cannot be read; TransientError if the writer was killed.
         """
         while not self.finished:
             self._request(count + _TOKENS_AHEAD)
@@ -173,7 +173,7 @@ class GrowingTokens:
             "command to resume"
         )
         was_killed = status < 0  # by a signal
-        kind = PassingError if was_killed or status == PassingError.status else UsageError
+        kind = TransientError if was_killed or status == TransientError.status else UsageError
         return kind(message)
 
     def windows(self, starts, length):

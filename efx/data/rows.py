@@ -12,7 +12,7 @@ from io import BufferedReader
 
 from efx import io
 from efx.data.disk_cache import content_key, file_digests
-from efx.errors import PassingError, UsageError, extra
+from efx.errors import TransientError, UsageError, extra
 
 _BUFFER_BYTES = 1 << 20
 _ROWS_AT_ONCE = 128
@@ -126,7 +126,7 @@ def open_hugging_face(name, argument, text_key, root):
       the content of local files; otherwise of the files' addresses, which contain the revision.
 
     Raises:
-      PassingError: the network failed; the library has retried.
+      TransientError: the network failed; the library has retried.
     """
     datasets = _import(name, "datasets", "hf")
     dataset, _, variant = argument.partition(":")
@@ -164,7 +164,7 @@ def open_hugging_face(name, argument, text_key, root):
 
 
 def _unreadable(name, subject, error, is_passing=False):
-    kind = PassingError if is_passing or io.is_network_error(error) else UsageError
+    kind = TransientError if is_passing or io.is_transient(error) else UsageError
     return kind(
         f"{name}: {subject} cannot be read: {_first_line(error)}; check the name, the files and "
         "the network, then rerun the command"

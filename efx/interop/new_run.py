@@ -31,7 +31,7 @@ def write(opened, lock, config, state, files, **entries):
         record = opened.commit(files, **entries)
         with setup.checkpointer(opened.path, config.checkpoint) as checkpoints:
             meta = {"seconds": 0.0, "flops": {"nominal": 0.0, "realised": 0.0}, "record": record}
-            checkpoints.save(0, state, {"step": 0}, meta, force=True)
+            checkpoints.save(0, state, {"step": 0}, meta)
 
 
 @contextlib.contextmanager

@@ -128,7 +128,7 @@ class Scorer:
         self.max_length = model.context if max_length is None else max_length
         if batch_size < 1:
             raise UsageError(f"--batch-size={batch_size}: must be at least 1")
-        shards = sharding.batch_shards(self.mesh, self.rules)
+        shards = sharding.shard_count(self.mesh, self.rules, "batch")
         if batch_size % shards:
             raise UsageError(
                 f"--batch-size={batch_size}: must be a multiple of the {shards} devices on the "

@@ -7,7 +7,7 @@ import math
 import pathlib
 
 from efx import io
-from efx.errors import UsageError, extra
+from efx.errors import UsageError, extra, first_line
 from efx.logging.events import Events
 from efx.logging.progress import is_primary
 from efx.run_dir import METRICS_FILE
@@ -79,7 +79,7 @@ class MetricsWriter:
     Raises: UsageError if a file cannot be written, or W&B does not start.
     """
 
-    def __init__(self, workdir, *, tensorboard, wandb=None, resume_step=math.inf):
+    def __init__(self, workdir, *, tensorboard, wandb=None, resume_step):
         self._workdir = pathlib.Path(workdir)
         self._path = self._workdir / METRICS_FILE
         self._tensorboard = tensorboard
@@ -202,8 +202,7 @@ class MetricsWriter:
         except Exception as error:
             raise UsageError(
                 f"config.log.wandb={arguments['project']!r}: Weights & Biases did not start "
-                f"({str(error).splitlines()[0]}); log in, set WANDB_MODE=offline, or set "
-                'config.log.wandb=""'
+                f'({first_line(error)}); log in, set WANDB_MODE=offline, or set config.log.wandb=""'
             ) from error
         # A later launch may differ in settings.
         run.config.update(arguments.get("config", {}), allow_val_change=True)

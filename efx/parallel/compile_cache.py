@@ -17,7 +17,7 @@ def cache_folder():
     return os.environ.get("EFX_COMPILE_CACHE", str(pathlib.Path.home() / ".cache/efx/compiled"))
 
 
-def keep_compiled():
+def enable_compile_cache():
     """Cache compiled programs, unless several GPU processes do not share the directory.
 
     XLA tunes the kernels of several GPU processes together, and only process 0 writes the cache. A

@@ -13,9 +13,9 @@ import time
 import traceback
 
 from efx import io
-from efx.errors import PassingError, UsageError
+from efx.errors import TransientError, UsageError, first_line
 
-LOST = PassingError.status  # exit status of a process that lost another one
+LOST = TransientError.status  # exit status of a process that lost another one
 _HEARTBEAT_SECONDS = 15  # until a silent process counts as lost; JAX's default is 100
 # A process that fails stays so long, so that the others can report the same error themselves
 # before they lose it. Process 0 serves the connection and stays longer.
@@ -31,7 +31,7 @@ def connect(coordinator_address=None, num_processes=None, process_id=None, *, pr
 
     Args: without the first three, JAX detects the cluster (Slurm, TPU pods, GKE).
       preemption: whether `efx.parallel.signals` handles SIGTERM; False: it ends the process.
-    Raises: UsageError without a cluster or for a wrong address, PassingError if processes are
+    Raises: UsageError without a cluster or for a wrong address, TransientError if processes are
       missing in a detected cluster.
     """
     import jax
@@ -53,9 +53,8 @@ def connect(coordinator_address=None, num_processes=None, process_id=None, *, pr
                 "leave it out, or set --coordinator_address, --num_processes and --process_id"
             ) from error
         address = coordinator_address or "detected by --distributed"
-        raise (UsageError if coordinator_address else PassingError)(
-            f"the processes could not connect (process 0 is {address}): "
-            f"{str(error).splitlines()[0]}"
+        raise (UsageError if coordinator_address else TransientError)(
+            f"the processes could not connect (process 0 is {address}): {first_line(error)}"
         ) from error
     finally:
         os.environ.update(proxies)
@@ -87,8 +86,7 @@ def fail(error, status=1):
     """
     import jax
 
-    is_from_jax = isinstance(error, jax.errors.JaxRuntimeError)
-    if is_from_jax and any(sign in str(error) for sign in _SIGNS_OF_LOSS):
+    if is_process_loss(error):
         print(
             "efx: stopped: another process of the run is lost; see the output of the other "
             "processes; rerun the same command on all of them to resume",
@@ -103,10 +101,25 @@ def fail(error, status=1):
     os._exit(status)
 
 
-def run_on_primary(workdir, action):
+def is_process_loss(error):
+    """Whether an error, or its cause, means that another process of the run is lost."""
+    import jax
+
+    while error is not None:
+        is_from_jax = isinstance(error, jax.errors.JaxRuntimeError)
+        if is_from_jax and any(sign in str(error) for sign in _SIGNS_OF_LOSS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def run_on_primary(workdir, action, setting="--workdir"):
     """Run `action` on process 0 and return its result, a non-negative int or None, everywhere.
 
-    If it raises, all processes raise.
+    If it raises, all processes raise, with the same status for a UsageError.
+
+    Args:
+      setting: the flag or setting that holds `workdir`, for messages.
     """
     import jax
 
@@ -120,12 +133,13 @@ def run_on_primary(workdir, action):
         try:
             result = action() or 0
         except Exception as raised:
-            error, result = raised, -1
+            error, result = raised, -2 if isinstance(raised, TransientError) else -1
     result = int(multihost_utils.broadcast_one_to_all(np.int32(result)))
     if error:
         raise error
     if result < 0:
-        raise UsageError(f"--workdir={workdir}: process 0 reported an error; see its message")
+        kind = TransientError if result == -2 else UsageError
+        raise kind(f"{setting}={workdir}: process 0 reported an error; see its message")
     return result
 
 
@@ -165,7 +179,7 @@ def check_shared(workdir, setting="--workdir"):
             (home / f"{_MARKER}{number}").write_text("")
         return number
 
-    name = f"{_MARKER}{run_on_primary(workdir, create_marker)}"
+    name = f"{_MARKER}{run_on_primary(workdir, create_marker, setting)}"
     markers = [path / name for path in candidates]
     missing = first_process_missing(lambda: any(m.exists() for m in markers), _SHARED_SECONDS)
     if jax.process_index() == 0:

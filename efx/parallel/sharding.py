@@ -92,11 +92,6 @@ def shard_count(mesh, rules, name):
     return num_devices(mesh, _as_tuple(axes))
 
 
-def batch_shards(mesh, rules):
-    """Return the number of shards of the batch axis."""
-    return shard_count(mesh, rules, "batch")
-
-
 def _as_tuple(axes):
     """Return an entry of a PartitionSpec (a mesh axis, several, or None) as a tuple."""
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
@@ -276,7 +271,7 @@ class Placement:
     mesh axis that does not split the batch, such as tensor, spans them.
 
     Args:
-      size: rows of the global batch, a multiple of `batch_shards`.
+      size: rows of the global batch, a multiple of the shards of the batch.
     Attributes:
       rows: int64, ascending: indices of the rows that devices of this process hold.
     """

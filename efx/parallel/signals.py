@@ -1,7 +1,7 @@
 """Stop a run on SIGINT, SIGTERM or SIGHUP: save after the current step, on all hosts at the same.
 
 Python runs signal handlers between two instructions of the main thread. During a compilation there
-are none, so long work runs in a second thread (`StopSignals.unless_stopped`).
+are none, so long work runs in a second thread (`StopSignals.run_interruptible`).
 """
 
 import concurrent.futures
@@ -15,7 +15,7 @@ import time
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Environment variable with the descriptor of a pipe, which the starting process holds open.
-ENDS_WITH = "EFX_ENDS_WITH"
+PARENT_PIPE = "EFX_PARENT_PIPE"
 # timeout(1) signals the process and then its group; a closed terminal sends SIGHUP twice.
 _REPEATED_SECONDS = 1.0
 _BACKGROUND = "efx-background"
@@ -42,7 +42,7 @@ class BackgroundTask:
         return self._future.result()
 
 
-def work_is_left():
+def has_background_work():
     """Whether a background thread still runs; Python would wait for it at exit."""
     return any(thread.name.startswith(_BACKGROUND) for thread in threading.enumerate())
 
@@ -108,7 +108,7 @@ class StopSignals:
         for descriptor in self._terminals:
             os.dup2(nowhere, descriptor)
 
-    def unless_stopped(self, work):
+    def run_interruptible(self, work):
         """Return `work()`, or raise Interrupted as soon as a signal comes.
 
         With several hosts the work is never interrupted: they have to stop at the same step.
@@ -155,7 +155,7 @@ def end_at_ctrl_c():
 
 def end_with_starter():
     """Send SIGTERM to this process when the study that started it has ended, even by SIGKILL."""
-    descriptor = os.environ.pop(ENDS_WITH, "")
+    descriptor = os.environ.pop(PARENT_PIPE, "")
 
     def watch():
         with contextlib.suppress(OSError):  # the descriptor was not inherited

@@ -15,7 +15,7 @@ from efx import run_dir
 from efx.config import schema
 from efx.config.load import completed, to_config
 from efx.errors import UsageError
-from efx.parallel.signals import ENDS_WITH, STOPPING
+from efx.parallel.signals import PARENT_PIPE, STOPPING
 
 
 class Stopped(KeyboardInterrupt):
@@ -96,7 +96,7 @@ def _ends_with_this_process(defaults):
     """Arguments of `Popen` for a run that stops when this process is no more."""
     global _alive
     _alive = _alive or os.pipe()
-    environment = defaults | os.environ | {ENDS_WITH: str(_alive[0])}
+    environment = defaults | os.environ | {PARENT_PIPE: str(_alive[0])}
     return {"pass_fds": [_alive[0]], "env": environment}
 
 

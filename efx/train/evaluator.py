@@ -52,7 +52,7 @@ def steps(model, config, mesh, rules):
             make_eval_step(
                 model.clone(selection=selection),
                 config,
-                groups=sharding.batch_shards(mesh, rules),
+                groups=sharding.shard_count(mesh, rules, "batch"),
             ),
             out_shardings=sharding.replicated(mesh),
         )

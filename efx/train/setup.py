@@ -156,7 +156,7 @@ class Training:
             self.schedule,
             e.config,
             total_steps=e.steps,
-            groups=sharding.batch_shards(e.mesh, e.rules),
+            groups=sharding.shard_count(e.mesh, e.rules, "batch"),
             teacher=e.teacher and e.teacher.model,
             start=start,
         )
@@ -176,7 +176,7 @@ class Training:
         groups, paths = optim.parameter_groups(c.optim, state.params), optim.param_paths
         trained = [x for path, x in paths(state.params).items() if not groups[path].frozen]
         rows = c.data.batch_size // c.train.accumulation
-        tokens = self.experiment.tokens_per_step // sharding.batch_shards(e.mesh, e.rules)
+        tokens = self.experiment.tokens_per_step // sharding.shard_count(e.mesh, e.rules, "batch")
         parts = {
             "parameters": memory.on_each_device(state.params),
             "their gradients": memory.on_each_device(trained),
@@ -538,7 +538,7 @@ def _warn_of_changed_schedule(config, workdir, steps):
 
 
 def _check_batch(config, mesh, rules):
-    accumulation, shards = config.train.accumulation, sharding.batch_shards(mesh, rules)
+    accumulation, shards = config.train.accumulation, sharding.shard_count(mesh, rules, "batch")
     length_shards = sharding.shard_count(mesh, rules, "length")
     batch_size, seq_len = config.data.batch_size, config.data.seq_len
     if batch_size % accumulation:
@@ -616,7 +616,6 @@ def checkpointer(workdir, c, scores=None):
         scores = read_scores(workdir, c) if c.keep_best else {}
     return Checkpointer(
         io.folder(workdir) / run_dir.CHECKPOINTS,
-        every=c.every,
         keep_last=c.keep_last,
         keep_best=c.keep_best,
         scores=scores,

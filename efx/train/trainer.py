@@ -269,7 +269,7 @@ class Trainer:
         if not self.experiment.data.grows:
             return self.placement(next(self.iterator))
         # next() may wait for text that is still being tokenised.
-        return self.placement(self.signals.unless_stopped(lambda: next(self.iterator)))
+        return self.placement(self.signals.run_interruptible(lambda: next(self.iterator)))
 
     def _collect_metrics(self, wait=False):
         limit = self.config.train.max_nonfinite
@@ -295,7 +295,7 @@ class Trainer:
             with sharding.used_in_thread(e.mesh, e.rules):
                 return work()
 
-        return self.signals.unless_stopped(in_thread)
+        return self.signals.run_interruptible(in_thread)
 
     def _compile(self, stage):
         """The compiled step of a stage."""
@@ -317,7 +317,7 @@ class Trainer:
         self.files.mirror.upload()  # first, so that no checkpoint lacks its rows
         meta = self.log.meta(self.step)
         meta |= {"record": self.files.record, "last_step": self.experiment.steps}
-        self.checkpoints.save(self.step, self.state, self.position, meta, force=True)
+        self.checkpoints.save(self.step, self.state, self.position, meta)
 
     def _evaluate_and_sample(self, due):
         if not {"evaluate", "sample"} & set(due):

@@ -15,7 +15,7 @@ from efx.config.run import DataConfig
 from efx.config.schema import make
 from efx.data import disk_cache, growing, held_out, sources, tokenizers
 from efx.data.opened import OpenedTexts
-from efx.errors import PassingError
+from efx.errors import TransientError
 from efx.parallel.signals import STOPPING
 
 TEXTS = [f"document {i}: " + " ".join(f"w{i}x{j}" for j in range(i % 17)) for i in range(120)]
@@ -214,7 +214,7 @@ def test_the_writer_survives_the_signals_that_stop_a_job(tmp_path):
     further = len(tokens) + 300
     assert tokens.wait(further) >= further and writer_of(data).poll() is None
     os.kill(writer_of(data).pid, signal.SIGKILL)
-    with pytest.raises(PassingError):
+    with pytest.raises(TransientError):
         tokens.wait(len(tokens) + 1_000)
 
 

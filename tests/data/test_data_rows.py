@@ -9,7 +9,7 @@ import pytest
 from data_helpers import make_config, open_data, read_texts, refuse_data
 
 from efx.data import sources
-from efx.errors import PassingError
+from efx.errors import TransientError
 
 TEXTS = [f"text {i} é 漢" * (i % 5) for i in range(40)]
 
@@ -151,5 +151,5 @@ def test_a_network_that_fails_is_a_passing_error(tmp_path, monkeypatch):
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr(datasets.IterableDataset, "__iter__", rows)
-    with pytest.raises(PassingError, match="row 1"):
+    with pytest.raises(TransientError, match="row 1"):
         read(f"hf:{tmp_path}/set", tmp_path)

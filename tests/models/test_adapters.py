@@ -230,8 +230,8 @@ def test_a_new_adapter_changes_no_bit():
     changes = {"depth": 2, "width": 16, "depth_routing.kind": "mod"}
     base, tokens_BT = families.make(changes), families.tokens(batch=2)
     adapted = families.make({**changes, "adapter.kind": "mlp"})
-    flat = checkpoint.arrays.flatten(families.random_params(base))
-    new = checkpoint.arrays.flatten(families.initial(adapted)["params"])
+    flat = checkpoint.arrays.leaves_by_path(families.random_params(base))
+    new = checkpoint.arrays.leaves_by_path(families.initial(adapted)["params"])
     assert set(flat) < set(new)
     assert all(path[-2] == "adapter" for path in set(new) - set(flat))
 
@@ -271,7 +271,9 @@ def params_at(run):
     """{path: array} of the newest checkpoint."""
     _, _, params, variables = setup.finished(config_of_run(run), run)
     tree = {"params": params, **variables}
-    return {"/".join(path): np.asarray(x) for path, x in checkpoint.arrays.flatten(tree).items()}
+    return {
+        "/".join(path): np.asarray(x) for path, x in checkpoint.arrays.leaves_by_path(tree).items()
+    }
 
 
 @pytest.fixture(scope="module")

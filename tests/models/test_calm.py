@@ -70,7 +70,7 @@ def test_bridges_with_zero_outputs_are_the_anchor_bit_for_bit(name):
 
 def test_new_bridges_have_an_output_matrix_of_zero():
     model = families.bridge({"depth": 1}, {"depth": 1, "width": 16}, pairs=1)
-    new = checkpoint.arrays.flatten(families.initial(model)["params"])
+    new = checkpoint.arrays.leaves_by_path(families.initial(model)["params"])
     zero = ["/".join(path) for path, x in new.items() if path[0] == "bridges_0" and not np.any(x)]
     assert zero == ["bridges_0/attention/out/kernel"]
 
@@ -247,7 +247,9 @@ def between(folder, **changes):
 
 def test_only_bridges_train(runs):
     trained, anchor = params_at(runs / "bridged"), params_at(runs / "anchor")
-    other = checkpoint.arrays.flatten(models.unroll_variables(*scanned_variables(runs / "other")))
+    other = checkpoint.arrays.leaves_by_path(
+        models.unroll_variables(*scanned_variables(runs / "other"))
+    )
     other = {"/".join(path): np.asarray(leaf) for path, leaf in other.items()}
     moved = {path for path in trained if "/bridges_" in path}
     assert len(trained) - len(moved) == len(anchor) + len(other) - 1  # no head of the other

@@ -23,7 +23,7 @@ def tiny(text, **changes):
 
 
 def writer_of(workdir, tensorboard=False, wandb=None):
-    return MetricsWriter(workdir, tensorboard=tensorboard, wandb=wandb)
+    return MetricsWriter(workdir, tensorboard=tensorboard, wandb=wandb, resume_step=None)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from refusals import refused
 
-from efx.checkpoint import arrays, restore_params
+from efx.checkpoint import CheckpointError, arrays, restore_params
 from efx.checkpoint.manifest import MANIFEST
 from efx.parallel.sharding import path_names
 
@@ -122,19 +122,15 @@ def test_a_state_of_other_shapes_dtypes_or_leaves_is_refused(tmp_path):
 # ---- when to save, which steps to keep -------------------------------------------------------
 
 
-def test_steps_are_saved_when_due_or_forced_and_once(tmp_path):
+def test_a_step_is_saved_once_and_at_once_without_a_background(tmp_path):
     state = {"x": jnp.ones(3)}
-    with make(tmp_path, every=3, keep_last=9) as checkpointer:
+    with make(tmp_path, asynchronous=False) as checkpointer:
         assert checkpointer.latest_step() is None and checkpointer.steps() == []
-        started = [checkpointer.save(step, state, {}, {}) for step in range(1, 8)]
-        assert started == [False, False, True, False, False, True, False]
-        assert checkpointer.save(7, state, {}, {}, force=True)
-        assert not checkpointer.save(7, state, {}, {}, force=True)
-        assert checkpointer.steps() == [3, 6, 7] and checkpointer.latest_step() == 7
-    with make(tmp_path / "never", every=0, asynchronous=False) as checkpointer:
-        assert not checkpointer.save(10, state, {}, {})
-        assert checkpointer.save(11, state, {}, {}, force=True)
-        assert (tmp_path / "never/11" / MANIFEST).exists()  # without waiting
+        checkpointer.save(7, state, {"first": True}, {})
+        assert (tmp_path / "7" / MANIFEST).exists()  # without waiting
+        checkpointer.save(7, state, {"first": False}, {})
+        assert checkpointer.steps() == [7] and checkpointer.latest_step() == 7
+        assert checkpointer.restore(abstract(state)).data_state == {"first": True}
 
 
 def test_a_save_does_not_count_as_a_check_for_preemption(tmp_path, monkeypatch):
@@ -178,6 +174,8 @@ def test_missing_and_unexpected_parameters_need_permission(tmp_path):
 
     refused(lambda: restore("rout", ".*"), "router/kernel", "init.missing")
     refused(lambda: restore("router/.*"), "embed/embedding", "init.unexpected")
+    with pytest.raises(CheckpointError, match="^((?!rename|allow).)*$"):  # there are no flags
+        restore_params(tmp_path, target)
     params, diff = restore("router/.*", "embed/.*")
     assert diff.missing == ("router/kernel",) and diff.unexpected == ("embed/embedding",)
     np.testing.assert_array_equal(params["router"]["kernel"], np.full((8, 2), 7.0))
@@ -203,6 +201,21 @@ def test_parameters_are_renamed_cast_and_sharded(tmp_path):
         assert kernel.sharding == specs[i]
         np.testing.assert_array_equal(kernel, source.astype(kernel.dtype))
     assert len(diff.renamed) == 3 and not diff.unexpected
+
+
+def test_a_source_of_two_parameters_is_skipped_for_that_of_another_shape(tmp_path):
+    saved(tmp_path, steps=(4,))
+    target = {name: {"scale": jnp.zeros(size)} for name, size in (("a", 8), ("b", 9))}
+    params, diff = restore_params(
+        tmp_path,
+        target,
+        missing=".*",
+        unexpected=".*",
+        rename=[("[ab]/scale", "block_0/norm/scale")],
+        skip_other_shapes=True,
+    )
+    assert diff.missing == ("b/scale",) and "block_0/norm/scale" not in diff.unexpected
+    assert params["a"]["scale"].sum() == 8 and params["b"]["scale"].sum() == 0
 
 
 def test_parameters_of_any_step_but_of_no_other_shape_and_no_damaged_step(tmp_path):

@@ -72,19 +72,57 @@ def test_without_an_intact_checkpoint_nothing_is_restored(tmp_path):
     assert not (tmp_path / "absent").exists()
 
 
+def test_a_file_server_that_fails_once_is_not_damage(tmp_path, monkeypatch):
+    """No healthy checkpoint is given up: the launch ends with the status of a rerun."""
+    states = saved(tmp_path)
+    for name in (MANIFEST, "manifest.ocdbt"):
+        with monkeypatch.context() as patch:
+            patch.setattr(type(manifest.as_root(tmp_path)), "open", failing_open(name))
+            with make(tmp_path) as checkpointer, pytest.raises(CheckpointError) as raised:
+                checkpointer.restore(abstract(states[4]), on_damage="fall_back")
+        assert raised.value.status == 75 and "Stale" in str(raised.value)
+    assert make(tmp_path).restore(abstract(states[4])).step == 4
+
+
+def failing_open(name):
+    """`open` of a path that fails for the files `name`, as on a file server that restarts."""
+    original = type(manifest.as_root("/")).open
+
+    def opened(path, *arguments, **options):
+        if path.name == name:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return original(path, *arguments, **options)
+
+    return opened
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_damaged(tmp_path):
+    shape = abstract(saved(tmp_path)[4])
+    shutil.copytree(tmp_path / "2", tmp_path / "9")
+    (tmp_path / "007").mkdir()  # not the name of a step
+    checkpointer = make(tmp_path)
+    refused(lambda: checkpointer.restore(shape), "checkpoint 9", "step 2")
+    assert checkpointer.steps() == [2, 4, 9]
+    path = tmp_path / "4" / MANIFEST
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    refused(lambda: checkpointer.restore(shape, step=4), "checkpoint 4", "format 2")
+
+
 def test_a_checkpoint_that_its_run_deletes_while_it_is_read_is_replaced(tmp_path, monkeypatch):
     """By the newest one at that time, unless its step was requested."""
-    states, verify = saved(tmp_path), manifest.verify
+    states, verify = saved(tmp_path, (2, 4, 6), keep_last=3), manifest.verify
+    (tmp_path / "6").rename(tmp_path / "away")
 
     def deleted(folder):
         if folder.name == "4":
-            shutil.copytree(tmp_path / "4", tmp_path / "6")
+            (tmp_path / "away").rename(tmp_path / "6")
             shutil.rmtree(folder)
         verify(folder)
 
     monkeypatch.setattr(manifest, "verify", deleted)
     assert make(tmp_path).restore(abstract(states[4])).step == 6
-    (tmp_path / "6").rename(tmp_path / "4")
+    shutil.copytree(tmp_path / "6", tmp_path / "4")
+    (tmp_path / "6").rename(tmp_path / "away")
     refused(lambda: make(tmp_path).restore(abstract(states[4]), step=4), "checkpoint 4", "2, 6")
 
 
@@ -97,7 +135,7 @@ def test_an_unfinished_directory_is_not_the_newest_checkpoint(tmp_path, capfd):
         assert checkpointer.restore(abstract(states[4])).step == 4
         assert f"{tmp_path}/6" in capfd.readouterr().err
         refused(lambda: checkpointer.restore(abstract(states[4]), step=6), "checkpoint 6", "2, 4")
-        assert checkpointer.save(6, states[4], {}, {})
+        checkpointer.save(6, states[4], {}, {})
         checkpointer.wait()
         assert checkpointer.latest_step() == 6
     assert (tmp_path / "damaged_6").is_dir()
@@ -111,7 +149,7 @@ def test_kill_9_in_the_middle_of_a_save(tmp_path, root):
         import sys, time, jax.numpy as jnp
         from efx.checkpoint import Checkpointer
         x = jnp.arange(20_000_000, dtype=jnp.float32)
-        c = Checkpointer(sys.argv[1], every=1, keep_last=1, keep_best=0, scores={},
+        c = Checkpointer(sys.argv[1], keep_last=1, keep_best=0, scores={},
                          asynchronous=True)
         c.save(1, {"x": x[:1000]}, {"next_index": 1}, {})
         c.wait()
@@ -180,10 +218,17 @@ def test_a_full_disk_is_one_line_and_does_not_hide_an_earlier_error(tmp_path, ca
         (ValueError("UNAVAILABLE: Stale file handle"), "runs/a", 75),
         (RuntimeError("503 Service Unavailable"), "gs://bucket/a", 75),
         (RuntimeError("Permission denied"), "gs://bucket/a", 2),
+        (TimeoutError(), "runs/a", 75),
+        (jax.errors.JaxRuntimeError("Gloo: Connection closed by peer"), "runs/a", 75),
+        (ValueError("other"), "runs/a", 2),
     ],
 )
-def test_the_status_of_a_failed_save_tells_whether_a_rerun_may_succeed(error, root, status):
+def test_the_status_of_a_failed_save_or_read_tells_whether_a_rerun_may_succeed(error, root, status):
     assert errors.save_error(4, root, error).status == status
+    if root == "runs/a":
+        with pytest.raises(CheckpointError) as raised, errors.read_errors("checkpoint 4"):
+            raise error
+        assert raised.value.status == status
 
 
 def test_a_process_whose_write_failed_does_not_wait_for_the_others(tmp_path, monkeypatch):
@@ -205,7 +250,7 @@ def test_a_run_directory_that_vanishes_is_not_made_again(tmp_path):
     run.mkdir()
     (run / "config.json").write_text("{}")
     with make(run / "checkpoints") as checkpointer:
-        assert checkpointer.save(1, make_state(1), {}, {})
+        checkpointer.save(1, make_state(1), {}, {})
         checkpointer.wait()
         run.rename(away)
         refused(lambda: checkpointer.save(2, make_state(2), {}, {}), f"{run}/checkpoints")

@@ -25,5 +25,5 @@ def test_gpu_processes_that_do_not_share_the_cache_do_not_use_it(
     monkeypatch.setattr(multihost, "connected", lambda: True)
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    compile_cache.keep_compiled()
+    compile_cache.enable_compile_cache()
     assert updates == {"jax_compilation_cache_dir": str(tmp_path) if is_cached else None}

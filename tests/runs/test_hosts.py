@@ -56,6 +56,7 @@ sys.exit(main.main([]))
 # Before the first launch: refusals, and checkpoints of arrays on both processes.
 CHECKS = """
 def check(changes):
+    import errno
     import pathlib
     import numpy as np
     from jax.experimental import multihost_utils
@@ -63,7 +64,7 @@ def check(changes):
     from efx import run_dir
     from efx.parallel import multihost
     from efx.checkpoint import Checkpointer, manifest
-    from efx.errors import UsageError
+    from efx.errors import TransientError, UsageError
 
     def refused(call):
         try:
@@ -71,8 +72,14 @@ def check(changes):
         except UsageError as error:
             print(f"refused ({error.status}): {error}", flush=True)
 
+    def offline():
+        raise TransientError("offline")
+
+    def busy(folder):
+        raise OSError(errno.EIO, "Input/output error")
+
     def make(name):
-        return Checkpointer(f"{folder}/{name}", every=1, keep_last=2, keep_best=0, scores={},
+        return Checkpointer(f"{folder}/{name}", keep_last=2, keep_best=0, scores={},
                             asynchronous=True)
 
     def array(values):
@@ -84,6 +91,7 @@ def check(changes):
     os.mkdir(f"{folder}/of_{rank}")
     refused(lambda: multihost.check_shared(f"{folder}/of_{rank}/run"))
     refused(lambda: run_dir.Lock(f"{folder}/held").take())
+    refused(lambda: multihost.run_on_primary("w", offline, "EFX_X"))
     source = {"data.source": f"text:{folder}/text_{rank}.txt"}
     refused(lambda: launch(changes | source, "texts"))
 
@@ -93,7 +101,7 @@ def check(changes):
     shape = {"x": jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=split)}
     with make("split") as c:
         for step in (1, 2, 3):
-            assert c.save(step, {"x": array(numbers * step)}, {"next_index": step}, {})
+            c.save(step, {"x": array(numbers * step)}, {"next_index": step}, {})
         c.wait()
         restored = c.restore(shape)
         assert restored.step == 3 and c.steps() == [2, 3]
@@ -101,6 +109,12 @@ def check(changes):
         for shard in restored.state["x"].addressable_shards:
             np.testing.assert_array_equal(shard.data, numbers[shard.index] * 3)
     multihost_utils.sync_global_devices("saved")
+    if rank == 1:  # a file server fails for one process
+        read, manifest.read_manifest = manifest.read_manifest, busy
+    with make("split") as c:
+        refused(lambda: c.restore(shape, on_damage="fall_back"))
+    if rank == 1:
+        manifest.read_manifest = read
     with make("absent" if rank else "split") as c:
         refused(lambda: c.restore(shape))
     if rank == 0:
@@ -239,10 +253,12 @@ def test_refusals_of_one_process_end_both(pair):
     folder, _, outputs, _ = pair
     for rank, output in enumerate(outputs):
         lines = [line for line in output.splitlines() if line.startswith("refused")]
-        shared, lock, texts, unseen, damaged = lines
+        shared, lock, offline, texts, busy, unseen, damaged = lines
         assert f"--workdir={folder}/of_{rank}/run" in shared
         assert f"--workdir={folder}/held" in lock and (f"{os.getpid()}" in lock) == (rank == 0)
+        assert offline.startswith("refused (75)") and ("EFX_X=w" in offline) == (rank == 1)
         assert "texts" in texts
+        assert busy.startswith("refused (75)") and "split/3" in busy
         assert unseen.startswith("refused (75)") and "checkpoint 3" in unseen
         assert "checkpoint 3" in damaged and "item state" in damaged
         assert list((folder / f"of_{rank}").iterdir()) == []

@@ -307,7 +307,7 @@ def test_running_averages_of_the_same_shape_come_from_the_run_started_from(tmp_p
     config = common.base()
     old = state(7.0, {"block_1": 3, "block_3": 9, "block_5": 3})
     with setup.checkpointer(tmp_path / "a", to_config(config).checkpoint) as checkpoints:
-        checkpoints.save(5, old, {}, {}, force=True)
+        checkpoints.save(5, old, {}, {})
     config.init.run = str(tmp_path / "a")
     config.init.rename = (("layers/block_2/(.*)", r"layers/block_5/\1"),)
     fresh = state(0.0, {f"block_{i}": 3 for i in (1, 2, 3, 4)})

@@ -13,7 +13,7 @@ from run_files import tiny
 from efx import io, main
 from efx.data import load, write_token_shards
 from efx.data.tokenizers import ByteTokenizer
-from efx.errors import PassingError, UsageError
+from efx.errors import TransientError, UsageError
 from efx.logging import read_metrics
 from efx.studies import sweep
 from efx.train import finished_run, trainer
@@ -157,6 +157,7 @@ def test_an_upload_that_fails_is_tried_again_and_at_the_end_an_error(objects, mo
         assert len(list(local.rglob("*.txt"))) == 2
         (local / "samples/step_2.txt").unlink()
         (local / "metrics.jsonl").write_text("rows")
+        (local / ".metrics.jsonl.1.tmp").write_text("half")
         with monkeypatch.context() as patch:
             patch.setattr(object_store, "put", None)
             mirror.upload(if_due=True)
@@ -164,11 +165,26 @@ def test_an_upload_that_fails_is_tried_again_and_at_the_end_an_error(objects, mo
             assert capsys.readouterr().err.startswith("efx: warning: gs://bucket/runs/mirrored")
             mirror.upload(if_due=True)  # not due for a minute
             assert capsys.readouterr().err == ""
-            with pytest.raises(PassingError, match="runs/mirrored"):
+            with pytest.raises(TransientError, match="runs/mirrored"):
                 mirror.upload()
     assert not local.exists()
     kept = {name: data for name, (data, _) in objects.items() if name.startswith(begin)}
     assert kept == {f"{begin}samples/step_1.txt": b"old", f"{begin}metrics.jsonl": b"rows"}
+
+
+def test_a_download_that_fails_tells_that_a_rerun_may_succeed(objects, monkeypatch):
+    object_store.put("bucket/runs/mirrored/samples/a.txt", b"old")
+
+    def fail(self, path, **_):
+        raise ConnectionError
+
+    run_directory = io.folder("gs://bucket/runs/mirrored")
+    monkeypatch.setattr(object_store.Store, "_open", fail)
+    with (
+        pytest.raises(TransientError, match="runs/mirrored"),
+        io.Mirror(run_directory, ("samples",)),
+    ):
+        pass
 
 
 # ---- addresses that are refused -----------------------------------------------------------------

@@ -166,7 +166,7 @@ def test_gradients_of_the_table_on_a_mesh_are_those_of_one_device():
     by_row = sharding.batch_sharding(mesh, DEFAULT_RULES)
     with sharding.use(mesh, DEFAULT_RULES):
         got = jax.jit(
-            gradients(sharding.batch_shards(mesh, DEFAULT_RULES)),
+            gradients(sharding.shard_count(mesh, DEFAULT_RULES, "batch")),
             in_shardings=(layout, by_row, by_row, by_row),
             out_shardings=layout,
         )(params, *batch)
@@ -296,7 +296,7 @@ def test_the_vocabulary_is_padded_for_the_mesh():
 @pytest.mark.parametrize("sizes, shards", [(dict(data=2, fsdp=4), 8), (dict(data=2, tensor=4), 2)])
 def test_batches_are_split_by_row(sizes, shards):
     mesh = mesh_of(**sizes)
-    assert sharding.batch_shards(mesh, DEFAULT_RULES) == shards
+    assert sharding.shard_count(mesh, DEFAULT_RULES, "batch") == shards
     rows = np.arange(8 * 5).reshape(8, 5)
     batch = sharding.Placement(mesh, DEFAULT_RULES, 8)({"inputs": rows})["inputs"]
     np.testing.assert_array_equal(batch, rows)

@@ -95,14 +95,14 @@ def test_the_first_signal_is_a_request_and_the_second_is_not_caught(monkeypatch,
     with signals.StopSignals() as stop:
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # before the first step
         stop.listen()
-        assert stop.unless_stopped(lambda: 1) == 1 and not stop.stop_requested()
+        assert stop.run_interruptible(lambda: 1) == 1 and not stop.stop_requested()
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         again = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
         os.kill(os.getpid(), signal.SIGTERM)
         signal.signal(signal.SIGALRM, again)
         assert stop.name == "SIGTERM" and stop.stop_requested()
         with pytest.raises(signals.Interrupted):
-            stop.unless_stopped(lambda: 1)
+            stop.run_interruptible(lambda: 1)
         after = signal.default_int_handler if in_notebook else signal.SIG_DFL
         assert signal.getsignal(signal.SIGINT) == after
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

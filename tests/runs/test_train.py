@@ -152,7 +152,9 @@ def test_eight_devices_train_like_one(reference):
     for name in ("data", "fsdp", "tensor"):
         config.mesh[name] = 2
     mesh, rules = sharding.make_mesh(config.mesh), sharding.check_rules(config.rules)
-    model, optimizer, function = train_step_of(config, groups=sharding.batch_shards(mesh, rules))
+    model, optimizer, function = train_step_of(
+        config, groups=sharding.shard_count(mesh, rules, "batch")
+    )
     boxed = models.variable_shapes(model)["params"]
     shapes = jax.eval_shape(lambda: step_lib.init_state(model, optimizer, 0))
     placed = step_lib.state_shardings(boxed, shapes, mesh, rules)

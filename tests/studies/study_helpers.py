@@ -37,7 +37,7 @@ def logged_run(folder, config, rows, source="s", held_out="h"):
     text = {"source": source, "eval_source": None, "held_out": held_out}
     tokenizer = f"hash of {config['data']['tokenizer']}"
     run_dir.open_run(folder, config, command_line=[]).commit({}, text=text, tokenizer=tokenizer)
-    with MetricsWriter(folder, tensorboard=False) as writer:
+    with MetricsWriter(folder, tensorboard=False, resume_step=None) as writer:
         for step, row in rows:
             writer.write(step, row)
     return folder

@@ -59,7 +59,7 @@ def fake_run(grid, workdir, run, loss=None, row=(), launch=(), record=()):
     (folder / "config.json").write_text(json.dumps(plain | {"seed": run.seed}))
     says = {"launches": [LAUNCH | dict(launch)], "text": TEXT, "tokenizer": "words"}
     (folder / "run.json").write_text(json.dumps(says | dict(record)))
-    with MetricsWriter(folder, tensorboard=False) as writer:
+    with MetricsWriter(folder, tensorboard=False, resume_step=None) as writer:
         writer.write(0, {"parameters": parameters})
         writer.write(10, last | dict(row))
     return folder

@@ -35,7 +35,7 @@ def make_run(folder, curve=CURVE, recipe="cpu", seed=0, steps=None, **record):
     says = {"launches": [launch], "text": TEXT, "tokenizer": "characters"}
     (folder / "run.json").write_text(json.dumps(says | record))
     every = config["steps"] // len(CURVE)
-    with MetricsWriter(folder, tensorboard=False) as writer:
+    with MetricsWriter(folder, tensorboard=False, resume_step=None) as writer:
         for i, loss in enumerate(curve):
             writer.write(every * (i + 1), {"train/loss": loss + 0.1, "eval/loss": loss})
     return folder

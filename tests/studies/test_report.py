@@ -33,7 +33,7 @@ def make_run(folder, width=32, speed=1000.0, evaluated=True, held_out="h", **dat
             row |= {"eval/loss": loss, "eval/bits_per_byte": loss / math.log(2)}
         rows.append((step, row))
     logged_run(folder, config, rows, held_out=held_out)
-    with MetricsWriter(folder, tensorboard=False) as writer:
+    with MetricsWriter(folder, tensorboard=False, resume_step=None) as writer:
         for step in (20, 40):
             writer.write_samples(step, [f"of step {step} {HOSTILE}"])
     return folder

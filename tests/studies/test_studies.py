@@ -38,7 +38,7 @@ def fake_run(spec, workdir, name, seed, loss, accuracy=None, fraction=1.0):
     run = sweep.folder(workdir, name, seed)
     run.mkdir(parents=True)
     (run / "config.json").write_text(json.dumps({"steps": 40, "train_flops": 0.0}))
-    with MetricsWriter(run, tensorboard=False) as writer:
+    with MetricsWriter(run, tensorboard=False, resume_step=None) as writer:
         for step, rate in ((10, 50.0), (20, 100.0), (30, 200.0), (40, 100.0)):
             row = {"train/loss": 3.0, "tokens": 10 * step, "flops": 1e9 * step}
             writer.write(step, row | {"tokens_per_second": rate})
@@ -155,7 +155,7 @@ def test_tables_of_markdown():
 
 
 def test_a_final_value_that_is_not_finite_leaves_a_cell_empty(tmp_path):
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path, tensorboard=False, resume_step=None) as writer:
         for step, loss in enumerate((3.0, 2.0, float("nan")), 1):
             writer.write(step, {"eval/loss": loss, "eval/bad": float("nan")})
     last = sweep.final_row(tmp_path)
@@ -348,12 +348,12 @@ def test_a_study_that_is_killed_leaves_no_run_behind(started_study):
 
 def test_a_run_ends_when_its_study_has_ended(monkeypatch):
     reader, writer = os.pipe()
-    monkeypatch.setenv(signals.ENDS_WITH, str(reader))
+    monkeypatch.setenv(signals.PARENT_PIPE, str(reader))
     caught = []
     before = signal.signal(signal.SIGTERM, lambda *_: caught.append(1))
     try:
         assert main.main(["efx", "--help"]) == 0
-        assert signals.ENDS_WITH not in os.environ and not caught
+        assert signals.PARENT_PIPE not in os.environ and not caught
         os.close(writer)
         wait_until(lambda: caught)
     finally:
