@@ -216,7 +216,7 @@ def _serial_library():
     try:
         yield
     finally:
-        os.environ.pop(_PARALLELISM)
+        os.environ.pop(_PARALLELISM, None)
         if before is not None:
             os.environ[_PARALLELISM] = before
 

@@ -138,7 +138,7 @@ def remember(root, key, compute):
     """`compute()` (JSON-able), stored under `key`; computed again if the file is unreadable."""
     path = root / "memo" / f"{key}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        stored = io.read_json(path)
+        stored = io.parse_json(path.read_text())  # not limited in size
         if stored["sum"] == content_key(stored["value"]):
             return stored["value"]
     value = compute()

@@ -32,7 +32,7 @@ from efx.data.tokenizers import load_tokenizer
 from efx.errors import PassingError, UsageError
 from efx.parallel.signals import STOPPING
 
-_VERSION = 1  # raise it when the same input gives other tokens
+_VERSION = 2  # raise it when the same input gives other tokens
 _FILE_TOKENS = 1 << 22
 _TOKENS_AHEAD = 1 << 28  # of training, so that a long text does not fill the disk
 _CHECKED_FILES = 32  # number of files to check when a folder is opened
@@ -241,13 +241,23 @@ class Writer:
         self._written, self._writing = None, None
 
     def grow(self, count):
-        """Write until there are `count` tokens or the text ends; return whether it ended."""
+        """Write until there are `count` tokens or the text ends; return whether it ended.
+
+        Raises:
+          UsageError: the text cannot be read, or has changed; the folder then counts as empty.
+        """
         with locked(self._folder / "lock"):
             progress = Progress.read(self._folder)
             if progress != self._written:  # the first call, or another process has written
                 self._writing = self._write_files(progress)
             while not progress.finished and progress.tokens < count:
-                progress = next(self._writing)
+                try:
+                    progress = next(self._writing)
+                except UsageError as error:
+                    # An edited held-out document may be in the files.
+                    if not isinstance(error, PassingError):
+                        Progress().write(self._folder)
+                    raise
                 progress.write(self._folder)
             self._written = progress
         return progress.finished

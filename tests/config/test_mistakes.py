@@ -135,7 +135,6 @@ NEW_RUNS = [
     ("nothing held out", "data.eval_fraction=0", "config.data.eval_fraction=0.0", "(0, 1)"),
     ("everything held out", "data.eval_fraction=1", "config.data.eval_fraction=1.0", "(0, 1)"),
     ("held out and trained on", "data.eval_source=text:text.txt", "eval_source=", "another"),
-    ("withheld without need", "data.withhold=True", "data.withhold=True", "eval_source"),
     ("documents of one", "data.split=documents", "data.split='documents'", "data.split=tail"),
     ("packing of one document", "data.packing=True", "config.data.packing=True", "one document"),
     ("packing of windows", "data.packing=True data.shuffle=random", "packing=True", "'windows'"),
