@@ -25,21 +25,21 @@ SPLITS = tuple(SPLIT_NAMES)
 
 
 def make_tokenizer(spec, name, key, pieces, root):
-    """The tokenizer that `config.data.tokenizer` (`spec`) names, trained on a text if need be.
+    """The tokenizer that `config.data.tokenizer` (`spec`) names, trained if it is not pretrained.
 
     Args:
-      name, key, pieces: of that text, as for `load_corpus`. BPE is trained on its training split;
+      name, key, pieces: of a text, as for `load_corpus`. BPE is trained on its training split;
         `chars` takes the characters of all of it.
     """
-    if tokenizer := tokenizers.ready(spec):
+    if tokenizer := tokenizers.pretrained_tokenizer(spec):
         return tokenizer
     kind, size = tokenizers.parse(spec)
 
     def texts():
         for split, document_name, data in _log_progress("reading for the tokenizer", pieces()):
             if kind == "chars" or split == "train":
-                with tokenizers.naming(document_name):
-                    text = tokenizers.text_of(data, kind)
+                with tokenizers.prefix_errors(document_name):
+                    text = tokenizers.decode_utf8(data, kind)
                 yield text
 
     def build(folder):

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from efx import io
-from efx.data.disk_cache import checksums, content_key, locked, not_writable
+from efx.data.disk_cache import cache_write_error, checksums, content_key, locked
 from efx.data.shards import token_dtype
 from efx.data.tokenizers import load_tokenizer
 from efx.errors import PassingError, UsageError
@@ -109,7 +109,7 @@ class GrowingTokens:
                     Progress.read(self._folder).before_damage(self._folder).write(self._folder)
             tokenizer.save(self._folder / "tokenizer.json")
         except OSError as error:
-            raise not_writable(root, error) from error
+            raise cache_write_error(root, error) from error
         self._progress = Progress.read(self._folder)
         self._writer, self._requested = None, 0
         self._job = {
@@ -314,7 +314,7 @@ def main():
         print(error, flush=True)
         status = error.status
     except OSError as error:
-        print(not_writable(job["root"], error), flush=True)
+        print(cache_write_error(job["root"], error), flush=True)
         status = UsageError.status
     os._exit(status)  # without waiting for the thread that reads standard input
 

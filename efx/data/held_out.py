@@ -164,8 +164,8 @@ def _decide_tail(source, eval_fraction):
     remaining = int((1 - eval_fraction) * total)
     if not 0 < remaining < total:
         raise UsageError(
-            f"config.data.eval_fraction={eval_fraction}: one split of {source.name} ({total} "
-            "characters) would be empty; use another fraction or a longer text"
+            f"config.data.eval_fraction={eval_fraction}: a split of {source.name} ({total} "
+            "characters) is empty; use another fraction or a longer text"
         )
     offset, start, digest = 0, 0, hashlib.blake2b(digest_size=16)
     # Not strict: if the text has changed since it was counted, `decide`'s caller refuses it.

@@ -180,13 +180,15 @@ class OpenedTexts:
         """The tokenizer in the file `path`, or else the one that the config names."""
         texts = [text for text in self._texts.values() if is_tokens(text)]
         if texts:
-            made = [_shard_tokenizer(text, self._config.tokenizer, path) for text in texts]
-            if len({tokenizer.fingerprint for tokenizer in made}) > 1:
+            spec = self._config.tokenizer
+            tokenizer_of_text = {text.name: _shard_tokenizer(text, spec, path) for text in texts}
+            first, *others = tokenizer_of_text.values()
+            if any(other.fingerprint != first.fingerprint for other in others):
                 raise UsageError(
                     f"{self.eval_source.name} has another tokenizer than {self.source.name}; make "
                     "both with the same one"
                 )
-            return made[0]
+            return first
         if path is not None:
             return tokenizers.load_tokenizer(path)
         name, key, pieces = (self.source or self.eval_source).name, self.key(), self.pieces
@@ -247,7 +249,7 @@ def _shard_tokenizer(source, spec, tokenizer_path):
     if tokenizer_path is not None:
         name, tokenizer = str(tokenizer_path), tokenizers.load_tokenizer(tokenizer_path)
     else:
-        name, tokenizer = f"config.data.tokenizer={spec!r}", tokenizers.ready(spec)
+        name, tokenizer = f"config.data.tokenizer={spec!r}", tokenizers.pretrained_tokenizer(spec)
         if tokenizer is None and stored and stored.kind == tokenizers.parse(spec)[0]:
             tokenizer = stored
             log.info("instead of %s, using %s (%d ids)", name, stored_path, stored.vocab_size)

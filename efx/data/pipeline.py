@@ -110,7 +110,7 @@ class Data:
         """int32[stop - start]: the tokens of `split` from `start` on."""
         return self._streams[split].windows([start], stop - start)[0]
 
-    def held_out_of(self):
+    def describe_held_out(self):
         """A description of the held-out split for people."""
         c = self._config
         if c.eval_source:

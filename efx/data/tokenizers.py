@@ -55,7 +55,7 @@ class Tokenizer:
           documents: iterable of (name, bytes); errors contain the name.
         """
         for name, data in documents:
-            with naming(name):
+            with prefix_errors(name):
                 ids = self.encode(data)
             yield ids
 
@@ -164,7 +164,7 @@ class CharTokenizer(Tokenizer):
 
     def encode(self, text):
         """int32[n]. Raises UsageError for a character outside of the vocabulary."""
-        text = text_of(text, self.kind)
+        text = decode_utf8(text, self.kind)
         ids = self._id_of[_code_points(text)]
         if len(ids) and ids.min() < 0:
             position = int(np.argmax(ids < 0))
@@ -213,7 +213,7 @@ def parse(spec):
     )
 
 
-def ready(spec):
+def pretrained_tokenizer(spec):
     """The tokenizer that `config.data.tokenizer` names, or None if it must be made from text.
 
     Raises:
@@ -260,7 +260,7 @@ def load_tokenizer(path):
 
 
 @contextlib.contextmanager
-def naming(document):
+def prefix_errors(document):
     """Prefix the message of a UsageError with the name of a document."""
     try:
         yield
@@ -268,7 +268,7 @@ def naming(document):
         raise UsageError(f"{document}: {error}") from error
 
 
-def text_of(text, kind):
+def decode_utf8(text, kind):
     """`text` (str or bytes) as a str without surrogates, for a tokenizer of this kind."""
     data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else bytes(text)
     try:

@@ -85,7 +85,7 @@ def check_tokenizer(config, name, run, planned=()):
 def is_tokenizer(spec, tokenizer):
     """Whether `config.data.tokenizer` names a tokenizer by its file or as bytes."""
     is_local = tokenizers.parse(spec)[0] in ("bytes", "file")
-    return is_local and tokenizers.ready(spec).fingerprint == tokenizer.fingerprint
+    return is_local and tokenizers.pretrained_tokenizer(spec).fingerprint == tokenizer.fingerprint
 
 
 def recorded_text(config_data, workdir):

@@ -168,7 +168,7 @@ def test_another_text_is_held_out_as_a_whole(tokenizer, tmp_path):
     data = open_data(config)
     assert text_of(data, "train") == train[:500]  # max_bytes limits the training text alone
     assert text_of(data, "eval") == test
-    assert test_file in data.held_out_of()
+    assert test_file in data.describe_held_out()
     if tokenizer.startswith("bpe"):
         assert not any(b"zq" in token for token in data.tokenizer.token_bytes())
     # An evaluation without eval_source would hold out text that was trained on.

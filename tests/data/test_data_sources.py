@@ -255,13 +255,16 @@ def test_a_tokenizer_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    refused(lambda: tokenizers.ready("hf:some/gpt2"), "config.data.tokenizer='hf:some/gpt2'")
+    refused(
+        lambda: tokenizers.pretrained_tokenizer("hf:some/gpt2"),
+        "config.data.tokenizer='hf:some/gpt2'",
+    )
     snapshot = tmp_path / "models--some--gpt2/snapshots" / ("a" * 40)
     snapshot.mkdir(parents=True)
     (tmp_path / "models--some--gpt2/refs").mkdir()
     (tmp_path / "models--some--gpt2/refs/main").write_text("a" * 40)
     tokenizers.ByteTokenizer().save(snapshot / "tokenizer.json")
-    assert tokenizers.ready("hf:some/gpt2").kind == "bytes"
+    assert tokenizers.pretrained_tokenizer("hf:some/gpt2").kind == "bytes"
 
 
 # ---- mixtures, pieces of documents, subsets ------------------------------------------------------
