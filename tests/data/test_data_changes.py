@@ -19,10 +19,13 @@ from data_helpers import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
 import efx.data
+from efx import run_dir
 from efx.data import held_out, tokenizers
 from efx.errors import UsageError
+from efx.train import other_runs
 
 
 def words(name, count=40):
@@ -186,6 +189,20 @@ def test_documents_of_the_held_out_text_are_not_trained_on(tmp_path, caplog):
     assert "i" not in text_of(data, "train")
     config.source = config.eval_source
     refuse_data(config, "training split", "no tokens")
+
+
+def test_a_run_with_an_eval_source_is_not_split_for_evaluation(tmp_path, monkeypatch):
+    """Not a part of its source either."""
+    trained = make_config("text:a", tmp_path, eval_source="text:b")
+    monkeypatch.setattr(run_dir, "holds_result", lambda workdir: True)
+    monkeypatch.setattr(run_dir, "recorded_origin", lambda workdir: {})
+    monkeypatch.setattr(
+        run_dir, "recorded_setting", lambda workdir, key: trained[key.removeprefix("data.")]
+    )
+    changed = make_config("text:a", tmp_path, eval_source="text:c", max_bytes=50)
+    assert other_runs.recorded_text(changed, tmp_path) == ({}, False)
+    changed.eval_source = ""
+    refused(lambda: other_runs.recorded_text(changed, tmp_path), "config.data.max_bytes")
 
 
 @pytest.mark.parametrize("document_bytes", [0, 64])
