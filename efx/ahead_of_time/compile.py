@@ -58,7 +58,7 @@ def _vocab_size(config, workdir):
     kind, argument = tokenizers.parse(config.data.tokenizer)
     if kind == "bpe":
         return argument
-    if tokenizer := tokenizers.ready(config.data.tokenizer):
+    if tokenizer := tokenizers.pretrained_tokenizer(config.data.tokenizer):
         return tokenizer.vocab_size
     raise UsageError(
         f"config.data.tokenizer={config.data.tokenizer!r}: the number of ids depends on the "

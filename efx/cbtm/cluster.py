@@ -24,7 +24,7 @@ from efx.errors import UsageError
 from efx.logging import tables
 
 # The settings that decide the documents and their clusters: a finished clustering keeps them.
-_TEXT = "source|eval_source|withhold|split|eval_fraction|max_bytes|document_bytes|text_key"
+_TEXT = "source|eval_source|split|eval_fraction|max_bytes|document_bytes|text_key"
 FIXED = rf"(seed|data\.({_TEXT})|cluster\..*)"
 
 

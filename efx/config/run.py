@@ -56,7 +56,6 @@ class DataConfig:
     eval_fraction: ProperFraction = 0.1  # fraction of the source that is held out
     # "tail": the end of the stream; "documents": whole documents, by hash
     split: Literal["tail", "documents"] = "tail"
-    withhold: bool = False  # with eval_source: also exclude that fraction from training
     # If the content of the source has changed since the start of the run: "error"; "keep_split":
     # keep the held-out text and train on everything else.
     on_change: Literal["error", "keep_split"] = "error"
@@ -82,13 +81,8 @@ class DataConfig:
             )
         if self.packing and self.shuffle != "windows":
             raise UsageError("config.data.packing=True: needs config.data.shuffle='windows'")
-        if self.withhold and not self.eval_source:
-            raise UsageError(
-                "config.data.withhold=True: needs config.data.eval_source (without one, a "
-                "part of config.data.source is held out)"
-            )
         mixed, tokens = (self.source.startswith(f"{kind}:") for kind in ("mix", "tokens"))
-        splits = not self.eval_source or self.withhold
+        splits = not self.eval_source
         if self.shuffle == "buffer":
             self._check_buffer(mixed, tokens, splits)
         if (mixed or self.subset) and splits and self.split != "documents":

@@ -11,7 +11,7 @@ import re
 import numpy as np
 import tokenizers as library
 
-from efx.data.tokenizers import StreamDecoder, Tokenizer, naming, text_of
+from efx.data.tokenizers import StreamDecoder, Tokenizer, decode_utf8, prefix_errors
 from efx.errors import UsageError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -82,7 +82,7 @@ class LibraryTokenizer(Tokenizer):
         return tuple(encoding.ids[: mask.index(0)]) if 0 in mask else ()
 
     def encode(self, text):
-        text, ids = text_of(text, "bpe"), [np.empty(0, np.int32)]
+        text, ids = decode_utf8(text, "bpe"), [np.empty(0, np.int32)]
         for chunk in _cut_before_spaces(text) if self._can_cut else [text] * bool(text):
             try:
                 (encoding,) = self._inner.encode_batch_fast([chunk], add_special_tokens=False)
@@ -117,7 +117,7 @@ class LibraryTokenizer(Tokenizer):
     def _encode_batch(self, batch):
         encoded, start = [], np.array(self.start, np.int32)
         for name, data in batch:
-            with naming(name):
+            with prefix_errors(name):
                 ids = self.encode(data)
             encoded.append(np.concatenate([start, ids]) if len(ids) else ids)
         return encoded
@@ -216,7 +216,7 @@ def _serial_library():
     try:
         yield
     finally:
-        os.environ.pop(_PARALLELISM)
+        os.environ.pop(_PARALLELISM, None)
         if before is not None:
             os.environ[_PARALLELISM] = before
 

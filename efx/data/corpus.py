@@ -17,29 +17,29 @@ from efx.errors import UsageError
 log = logging.getLogger(__name__)
 
 # Raise these when the same text gives other tokens, or another tokenizer, than before.
-_VERSION = 1
-_TOKENIZER_VERSION = 2
+_VERSION = 2
+_TOKENIZER_VERSION = 3
 _LOG_SECONDS = 5
 SPLIT_NAMES = {"train": "training split", "eval": "held-out split"}
 SPLITS = tuple(SPLIT_NAMES)
 
 
 def make_tokenizer(spec, name, key, pieces, root):
-    """The tokenizer that `config.data.tokenizer` (`spec`) names, trained on a text if need be.
+    """The tokenizer that `config.data.tokenizer` (`spec`) names, trained if it is not pretrained.
 
     Args:
-      name, key, pieces: of that text, as for `load_corpus`. BPE is trained on its training split;
+      name, key, pieces: of a text, as for `load_corpus`. BPE is trained on its training split;
         `chars` takes the characters of all of it.
     """
-    if tokenizer := tokenizers.ready(spec):
+    if tokenizer := tokenizers.pretrained_tokenizer(spec):
         return tokenizer
     kind, size = tokenizers.parse(spec)
 
     def texts():
         for split, document_name, data in _log_progress("reading for the tokenizer", pieces()):
             if kind == "chars" or split == "train":
-                with tokenizers.naming(document_name):
-                    text = tokenizers.text_of(data, kind)
+                with tokenizers.prefix_errors(document_name):
+                    text = tokenizers.decode_utf8(data, kind)
                 yield text
 
     def build(folder):
@@ -124,7 +124,10 @@ def _tokenise(folder, source_name, pieces, tokenizer, splits):
             file.close()
     for split in splits:
         if not spans[split]:
-            raise UsageError(f"{source_name}: the {SPLIT_NAMES[split]} has no tokens")
+            raise UsageError(
+                f"{source_name}: the {SPLIT_NAMES[split]} has no tokens; use more text, or another "
+                "config.data.eval_source"
+            )
         np.save(folder / f"{split}_spans.npy", np.array(spans[split], np.int64))
     info = {"dtype": dtype.str, "text_bytes": text_bytes}
     (folder / "info.json").write_text(json.dumps(info))

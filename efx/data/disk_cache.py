@@ -65,11 +65,11 @@ def cached_folder(root, kind, key, build):
             if not _is_intact(folder):
                 _build(folder, build)
     except OSError as error:
-        raise not_writable(root, error) from error
+        raise cache_write_error(root, error) from error
     return folder
 
 
-def not_writable(root, error):
+def cache_write_error(root, error):
     """The UsageError for an OSError of the cache."""
     return UsageError(
         f"config.data.cache_dir={str(root)!r} cannot be written ({error.strerror or error}); "
@@ -138,7 +138,7 @@ def remember(root, key, compute):
     """`compute()` (JSON-able), stored under `key`; computed again if the file is unreadable."""
     path = root / "memo" / f"{key}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        stored = io.read_json(path)
+        stored = io.parse_json(path.read_text())  # not limited in size
         if stored["sum"] == content_key(stored["value"]):
             return stored["value"]
     value = compute()

@@ -26,13 +26,13 @@ from pathlib import Path
 import numpy as np
 
 from efx import io
-from efx.data.disk_cache import checksums, content_key, locked, not_writable
+from efx.data.disk_cache import cache_write_error, checksums, content_key, locked
 from efx.data.shards import token_dtype
 from efx.data.tokenizers import load_tokenizer
 from efx.errors import TransientError, UsageError
 from efx.parallel.signals import STOPPING
 
-_VERSION = 1  # raise it when the same input gives other tokens
+_VERSION = 2  # raise it when the same input gives other tokens
 _FILE_TOKENS = 1 << 22
 _TOKENS_AHEAD = 1 << 28  # of training, so that a long text does not fill the disk
 _CHECKED_FILES = 32  # number of files to check when a folder is opened
@@ -109,7 +109,7 @@ class GrowingTokens:
                     Progress.read(self._folder).before_damage(self._folder).write(self._folder)
             tokenizer.save(self._folder / "tokenizer.json")
         except OSError as error:
-            raise not_writable(root, error) from error
+            raise cache_write_error(root, error) from error
         self._progress = Progress.read(self._folder)
         self._writer, self._requested = None, 0
         self._job = {
@@ -241,13 +241,23 @@ class Writer:
         self._written, self._writing = None, None
 
     def grow(self, count):
-        """Write until there are `count` tokens or the text ends; return whether it ended."""
+        """Write until there are `count` tokens or the text ends; return whether it ended.
+
+        Raises:
+          UsageError: the text cannot be read, or has changed; the folder then counts as empty.
+        """
         with locked(self._folder / "lock"):
             progress = Progress.read(self._folder)
             if progress != self._written:  # the first call, or another process has written
                 self._writing = self._write_files(progress)
             while not progress.finished and progress.tokens < count:
-                progress = next(self._writing)
+                try:
+                    progress = next(self._writing)
+                except UsageError as error:
+                    # An edited held-out document may be in the files.
+                    if not isinstance(error, TransientError):
+                        Progress().write(self._folder)
+                    raise
                 progress.write(self._folder)
             self._written = progress
         return progress.finished
@@ -304,7 +314,7 @@ def main():
         print(error, flush=True)
         status = error.status
     except OSError as error:
-        print(not_writable(job["root"], error), flush=True)
+        print(cache_write_error(job["root"], error), flush=True)
         status = UsageError.status
     os._exit(status)  # without waiting for the thread that reads standard input
 

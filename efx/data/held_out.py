@@ -1,8 +1,8 @@
 """The split into training and held-out text: decided once for a run and recorded with it.
 
-Text is split before it is tokenised, so the split is the same for every tokenizer, and a tokenizer
-is never trained on held-out text. A changed text would be split elsewhere and held-out text would
-be trained on, so a run records its decision as plain data:
+Text is split before it is tokenised, so the split is the same for every tokenizer, and BPE is never
+trained on held-out text (`chars` has the characters of all of the text). A changed text would be
+split elsewhere and held-out text would be trained on, so a run records its decision as plain data:
 
     {"bytes": [from, to], "sum": hash of these bytes}    split="tail"
     {"documents": [hash of each document]}               split="documents"
@@ -21,6 +21,7 @@ from efx.errors import UsageError
 
 log = logging.getLogger(__name__)
 
+VERSION = 1  # raise it when the same text is split elsewhere
 _STRIDE = 1 << 24  # bytes counted at a time
 # With config.data.shuffle=buffer only documents that begin in these first bytes are held out:
 # training begins before the whole text is read.
@@ -53,17 +54,28 @@ def drop_held_out_behind_head(pieces):
         offset += len(data)
 
 
-def drop_documents_of(heldout, pieces, name):
-    """The `pieces` of the source `name` without the documents of the source `heldout`."""
-    digests = {document_digest(document.data) for document in heldout.documents()}
-    dropped = 0
-    for split, document_name, data in pieces:
-        if document_digest(data) in digests:
-            dropped += 1
-        else:
-            yield split, document_name, data
-    if dropped:
-        log.info("%s: %d documents of %s are excluded from training", name, dropped, heldout.name)
+def drop_documents_of(heldout, source):
+    """A Source without the documents of the Source `heldout`, and without the beginning of one
+    that config.data.max_bytes cut."""
+
+    def documents():
+        digests = {document_digest(document.data) for document in heldout.documents()}
+        dropped = 0
+        for document in source.documents():
+            is_held_out = document_digest(document.data) in digests
+            if document.is_cut and not is_held_out:
+                others = heldout.documents()
+                is_held_out = any(other.data.startswith(document.data) for other in others)
+            dropped += is_held_out
+            if not is_held_out:
+                yield document
+        if dropped:
+            log.info(
+                "%s: %d documents of %s are excluded from training",
+                source.name, dropped, heldout.name,
+            )  # fmt: skip
+
+    return dataclasses.replace(source, documents=documents)
 
 
 def decide(source, method, eval_fraction):
@@ -152,11 +164,12 @@ def _decide_tail(source, eval_fraction):
     remaining = int((1 - eval_fraction) * total)
     if not 0 < remaining < total:
         raise UsageError(
-            f"config.data.eval_fraction={eval_fraction}: one split of {source.name} ({total} "
-            "characters) would be empty; use another fraction or a longer text"
+            f"config.data.eval_fraction={eval_fraction}: a split of {source.name} ({total} "
+            "characters) is empty; use another fraction or a longer text"
         )
     offset, start, digest = 0, 0, hashlib.blake2b(digest_size=16)
-    for document, (count, size) in zip(source.documents(), counts, strict=True):
+    # Not strict: if the text has changed since it was counted, `decide`'s caller refuses it.
+    for document, (count, size) in zip(source.documents(), counts, strict=False):
         if remaining > 0:  # the held-out tail begins in this document, at its end, or later
             start = offset + (size if count <= remaining else _offset_of(document.data, remaining))
             remaining -= count

@@ -19,8 +19,9 @@ log = logging.getLogger(__name__)
 class OpenedTexts:
     """The texts of a `config.data` block and their held-out part.
 
-    With config.data.shuffle="buffer" only `training_pieces` reads the whole source: the held-out
-    documents, and a tokenizer that is trained on the source, depend on its head alone.
+    All files are hashed. With config.data.shuffle="buffer" only `training_pieces` reads the text
+    of the whole source: the held-out documents, and a tokenizer that is trained on the source,
+    depend on its head alone.
 
     Args:
       config_data: the block.
@@ -57,7 +58,7 @@ class OpenedTexts:
         if not self.source:
             return
         self._refuse_shared_shards()
-        if not self.eval_source or c.withhold:
+        if not self.eval_source:
             self.origin |= self._decision(recorded_origin, is_recorded_text)
         self.subset = Subset.load(c.subset) if c.subset else None
 
@@ -105,6 +106,11 @@ class OpenedTexts:
         if recorded and recorded["held_out"]:
             if is_recorded_text or identity in (recorded["source"], recorded["of"]):
                 return {"of": recorded["of"], "held_out": recorded["held_out"]}
+        elif recorded and identity == recorded["source"]:
+            raise UsageError(
+                "config.data.eval_source='': the run trained on all of config.data.source; use "
+                "its eval_source"
+            )
         if is_tokens(self.source):
             return {"of": identity, "held_out": self.source.decide(c.split, c.eval_fraction)}
 
@@ -114,7 +120,9 @@ class OpenedTexts:
             self._check_unchanged("source")
             return decision
 
-        key = content_key("split", identity, c.split, c.eval_fraction, *self._head_key())
+        key = content_key(
+            "split", held_out.VERSION, identity, c.split, c.eval_fraction, *self._head_key()
+        )
         return {"of": identity, "held_out": remember(self._root, key, decide)}
 
     def _head_key(self):
@@ -140,13 +148,11 @@ class OpenedTexts:
 
     def _split_pieces(self, source):
         """Yield the pieces of the source, or of its head; then check that the text is unchanged."""
+        if self.eval_source and not is_tokens(self.eval_source):
+            source = held_out.drop_documents_of(self.eval_source, source)
         pieces = held_out.pieces(source, self.origin["held_out"])
         if self.grows:
             pieces = held_out.drop_held_out_behind_head(pieces)
-        if self.eval_source:  # held-out pieces of the source are neither trained on nor scored
-            pieces = (piece for piece in pieces if piece[0] == "train")
-            if not is_tokens(self.eval_source):
-                pieces = held_out.drop_documents_of(self.eval_source, pieces, source.name)
         yield from self.subset.select(pieces) if self.subset else pieces
         self._check_unchanged("source")
 
@@ -174,8 +180,15 @@ class OpenedTexts:
         """The tokenizer in the file `path`, or else the one that the config names."""
         texts = [text for text in self._texts.values() if is_tokens(text)]
         if texts:
-            made = [_shard_tokenizer(text, self._config.tokenizer, path) for text in texts]
-            return made[0]
+            spec = self._config.tokenizer
+            tokenizer_of_text = {text.name: _shard_tokenizer(text, spec, path) for text in texts}
+            first, *others = tokenizer_of_text.values()
+            if any(other.fingerprint != first.fingerprint for other in others):
+                raise UsageError(
+                    f"{self.eval_source.name} has another tokenizer than {self.source.name}; make "
+                    "both with the same one"
+                )
+            return first
         if path is not None:
             return tokenizers.load_tokenizer(path)
         name, key, pieces = (self.source or self.eval_source).name, self.key(), self.pieces
@@ -236,7 +249,7 @@ def _shard_tokenizer(source, spec, tokenizer_path):
     if tokenizer_path is not None:
         name, tokenizer = str(tokenizer_path), tokenizers.load_tokenizer(tokenizer_path)
     else:
-        name, tokenizer = f"config.data.tokenizer={spec!r}", tokenizers.ready(spec)
+        name, tokenizer = f"config.data.tokenizer={spec!r}", tokenizers.pretrained_tokenizer(spec)
         if tokenizer is None and stored and stored.kind == tokenizers.parse(spec)[0]:
             tokenizer = stored
             log.info("instead of %s, using %s (%d ids)", name, stored_path, stored.vocab_size)

@@ -11,9 +11,9 @@ class Packing:
     most seq_len pairs; each pair is in exactly one piece, and each piece in exactly one row. Within
     a piece positions count from 0; pieces of a row are numbered from 1 (segment_ids).
 
-    Rows are filled by best fit: a piece goes where it leaves the least room. In `order="length"`
-    the long pieces go first, equal ones in an order drawn from `seed`; in `order="document"` they
-    go in the order of the text.
+    Rows are filled by best fit: a piece goes where the least capacity remains. In
+    `order="length"` the long pieces go first, equal ones in an order drawn from `seed`; in
+    `order="document"` they go in the order of the text.
 
     Args:
       stream: Stream of tokens.
@@ -23,10 +23,10 @@ class Packing:
 
     def __init__(self, stream, spans, eot, seq_len, order, seed=0):
         self._stream, self._seq_len = stream, seq_len
-        framed = eot is not None
-        self._fill = eot if framed else 0
-        first = spans[:, 0] - framed
-        pairs = spans[:, 1] - spans[:, 0] - 1 + 2 * framed
+        has_eot = eot is not None
+        self._fill = eot if has_eot else 0
+        first = spans[:, 0] - has_eot
+        pairs = spans[:, 1] - spans[:, 0] - 1 + 2 * has_eot
         starts, self._lengths = _cut(first, pairs, seq_len)
         self._starts = starts
         if order == "length":
@@ -99,20 +99,20 @@ def _cut(first, pairs, seq_len):
 def _best_fit(lengths, seq_len):
     """The row of each piece, placed in the order given."""
     row_of = np.empty(len(lengths), np.int64)
-    with_room = [[] for _ in range(seq_len + 1)]  # rows by the room left in them
-    mask = 0  # bit r is set if some row has room for r
+    rows_by_capacity = [[] for _ in range(seq_len + 1)]  # rows by the capacity left in them
+    mask = 0  # bit r is set if some row has capacity r
     rows = 0
     for i, length in enumerate(lengths.tolist()):
         fitting = mask >> length
         if fitting:
-            room = length + (fitting & -fitting).bit_length() - 1
-            row = with_room[room].pop()
-            if not with_room[room]:
-                mask ^= 1 << room
+            capacity = length + (fitting & -fitting).bit_length() - 1
+            row = rows_by_capacity[capacity].pop()
+            if not rows_by_capacity[capacity]:
+                mask ^= 1 << capacity
         else:
-            room, row, rows = seq_len, rows, rows + 1
+            capacity, row, rows = seq_len, rows, rows + 1
         row_of[i] = row
-        if room > length:
-            with_room[room - length].append(row)
-            mask |= 1 << (room - length)
+        if capacity > length:
+            rows_by_capacity[capacity - length].append(row)
+            mask |= 1 << (capacity - length)
     return row_of

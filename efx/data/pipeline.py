@@ -29,8 +29,8 @@ def load(
       config_data: the `data` block of a config.
       seed: with the step, determines every batch; `config.seed` as a rule.
       tokenizer_path: tokenizer.json of a run, used in place of `config_data.tokenizer`.
-      splits: which of "train" and "eval" to load. A text that they do not need is not opened,
-        unless the tokenizer has to be made of it.
+      splits: which of "train" and "eval" to load. With a `tokenizer_path`, a text that they do not
+        need is not opened.
       recorded_origin: `Data.origin` that a run recorded; None for a new run. Text that it held out
         is held out again; a text that has changed is refused, but see config.data.on_change.
       is_recorded_text: whether `config_data` names the text of that run. If not, its text is split
@@ -110,7 +110,7 @@ class Data:
         """int32[stop - start]: the tokens of `split` from `start` on."""
         return self._streams[split].windows([start], stop - start)[0]
 
-    def held_out_of(self):
+    def describe_held_out(self):
         """A description of the held-out split for people."""
         c = self._config
         if c.eval_source:

@@ -81,7 +81,7 @@ def read_parquet(name, path, text_key):
                         number += 1
     except (pyarrow.ArrowException, OSError) as error:
         raise UsageError(
-            f"{name}: {path} is not a parquet file, or is damaged ({_first_line(error)})"
+            f"{name}: {path} is not a parquet file, or is damaged ({error})"
         ) from error
 
 
@@ -111,7 +111,7 @@ def read_array_records(name, path, text_key):
         reader.close()
     except RuntimeError as error:
         raise UsageError(
-            f"{name}: {path} is not an ArrayRecord file, or is damaged ({_first_line(error)})"
+            f"{name}: {path} is not an ArrayRecord file, or is damaged ({error})"
         ) from error
 
 
@@ -164,11 +164,8 @@ def open_hugging_face(name, argument, text_key, root):
 
 
 def _unreadable(name, subject, error, is_passing=False):
-    kind = TransientError if is_passing or io.is_transient(error) else UsageError
-    return kind(
-        f"{name}: {subject} cannot be read: {_first_line(error)}; check the name, the files and "
-        "the network, then rerun the command"
-    )
+    refusal = io.unreachable(f"{name}: {subject}", error)
+    return TransientError(refusal) if is_passing else refusal
 
 
 def _import(name, module, needs="data"):
@@ -176,7 +173,3 @@ def _import(name, module, needs="data"):
         return importlib.import_module(module)
     except ImportError as error:
         raise UsageError(f"{name} needs {extra(needs)}: {module} is not installed") from error
-
-
-def _first_line(error):
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -183,6 +183,8 @@ class TokenShards:
             for shard in meta["shards"]:
                 if not io.stays_below(shard["file"]):
                     raise ValueError(f"{shard['file']!r} is not the name of a file in this folder")
+                if shard["split"] not in ("train", "eval") or int(shard["tokens"]) < 0:
+                    raise ValueError(f"shard {shard}")
             return [
                 _Shard(self._folder / shard["file"], shard["split"], dtype, int(shard["tokens"]))
                 for shard in meta["shards"]

@@ -22,7 +22,7 @@ import re
 import sysconfig
 import urllib.parse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from efx import io
 from efx.data import rows
@@ -44,11 +44,13 @@ _FORMS = {
     "mix": "mix:A,B",
 }
 # Left out of the standard library: installed packages, tests (a third of it and more, absent on
-# some systems) and files that the build of this Python generated.
+# some systems), the language reference (the source pydoc) and files that the build generated.
 _STDLIB_SKIPPED_FOLDERS = {
     "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib-dynload",
+    "pydoc_data",
 }  # fmt: skip
 _STDLIB_SKIPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
+_CUT_VERSION = 2  # raise it when documents are cut elsewhere
 _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")  # first bytes of gzip, zstd, zip
 
 
@@ -59,12 +61,14 @@ class Document:
     Attributes:
       name: file and line or the like, for messages.
       data: bytes of the text.
+      is_cut: whether config.data.max_bytes removed its end.
       component: the part of a mixture that the document is from; only reports read it.
     """
 
     name: str
     data: bytes
     component: str = ""
+    is_cut: bool = False
 
     @property
     def text(self):
@@ -134,12 +138,12 @@ def open_source(config_data, root, key="source"):
     c, spec, setting = config_data, getattr(config_data, key), f"config.data.{key}"
     name, max_bytes = f"{setting}={spec!r}", c.max_bytes if key == "source" else 0
     parts = _parts(spec, setting)
-    opened = {part: _open_part(name, part, parts, c.text_key, max_bytes, root) for part in parts}
+    opened = {part: _open_part(name, part, c.text_key, max_bytes, root) for part in parts}
     source = opened[spec] if spec in opened else _mixture(name, opened)
     return _cut_documents(source, c.document_bytes) if c.document_bytes else source
 
 
-def _open_part(name, part, parts, text_key, max_bytes, root):
+def _open_part(name, part, text_key, max_bytes, root):
     kind, argument = parse(part)
     if kind == "pydoc":
         return _language_reference(name, max_bytes)
@@ -152,8 +156,7 @@ def _open_part(name, part, parts, text_key, max_bytes, root):
         identity, read = rows.open_hugging_face(name, argument, text_key, root)
         return _source_of(name, identity, read, max_bytes)
     if kind == "stdlib":
-        # It contains the language reference; once is enough.
-        paths = _stdlib_files(name, {"pydoc_data"} if "pydoc" in parts else set())
+        paths = _stdlib_files(name)
     else:
         paths = find_files(name, argument, root)
     read_file = {
@@ -184,12 +187,13 @@ def _source_of(name, identity, read, max_bytes):
         remaining = max_bytes or float("inf")
         with readable(name):
             for document_name, data in read():
-                if len(data) > remaining:
+                is_cut = len(data) > remaining
+                if is_cut:
                     data = whole_characters(data[:remaining])
                     remaining = 0
                 remaining -= len(data)
                 if data:
-                    yield Document(document_name, data)
+                    yield Document(document_name, data, is_cut=is_cut)
                 if remaining <= 0:
                     return
 
@@ -210,7 +214,7 @@ def _mixture(name, sources):
     def documents():
         for component, source in sources.items():
             for document in source.documents():
-                yield Document(document.name, document.data, component)
+                yield replace(document, component=component)
 
     def identity():
         return content_key("mix", [source.identity() for source in sources.values()])
@@ -221,7 +225,9 @@ def _mixture(name, sources):
 def _cut_documents(source, size):
     """The documents of a source in pieces of at most `size` bytes, 16 or more.
 
-    A piece ends after a line if one ends in its second half, and never inside a character.
+    A piece ends after a line if one ends in its second half, and never inside a character. That
+    holds for the last piece of a document that config.data.max_bytes cut, too, so that it is a
+    piece of the whole document, or the beginning of one; the bytes after it are dropped.
     """
 
     def documents():
@@ -229,14 +235,19 @@ def _cut_documents(source, size):
             start, data = 0, document.data
             while start < len(data):
                 piece = data[start : start + size]
-                if start + size < len(data):
+                is_last = start + size >= len(data)
+                if document.is_cut or not is_last:
                     newline = piece.rfind(b"\n", size // 2)
                     piece = piece[: newline + 1] if newline >= 0 else whole_characters(piece)
                 name = f"{document.name} from byte {start}" if start else document.name
-                yield Document(name, piece, document.component)
+                yield replace(document, name=name, data=piece, is_cut=document.is_cut and is_last)
+                if is_last:
+                    break
                 start += len(piece)
 
-    return Source(source.name, lambda: content_key("pieces", size, source.identity()), documents)
+    return Source(
+        source.name, lambda: content_key("pieces", _CUT_VERSION, size, source.identity()), documents
+    )
 
 
 def _language_reference(name, max_bytes):
@@ -282,11 +293,11 @@ def _read_python(path):
     yield path, data
 
 
-def _stdlib_files(name, skipped):
+def _stdlib_files(name):
     root, paths = sysconfig.get_paths()["stdlib"], []
     for folder, folders, files in os.walk(root):
-        skipped_here = _STDLIB_SKIPPED_FOLDERS | skipped
-        folders[:] = [f for f in folders if f not in skipped_here and not f.startswith("config-")]
+        kept = set(folders) - _STDLIB_SKIPPED_FOLDERS
+        folders[:] = [child for child in kept if not child.startswith("config-")]
         paths += [
             os.path.join(folder, file)
             for file in files
@@ -365,7 +376,9 @@ def fetch_files(name, address, root):
     visible = [path for path in sorted(files) if "/." not in path.removeprefix(top)]
     names = [urllib.parse.quote(os.path.relpath(path, top), safe="") for path in visible]
     details = [files[path] for path in visible]
-    versions = [[each["size"], str(each.get("etag") or each.get("mtime"))] for each in details]
+    # Of gcsfs, of s3fs.
+    keys = ("etag", "mtime", "ETag", "LastModified")
+    versions = [[d["size"], str(next(filter(None, map(d.get, keys)), None))] for d in details]
 
     def build(folder):
         log.info("copying %s to %s", name, folder.parent)

@@ -32,9 +32,10 @@ class Subset:
     def load(cls, path):
         """Read a file. Raises UsageError if it is missing or damaged."""
         setting = f"config.data.subset={str(path)!r}"
+        path = io.local_path(path, "config.data.subset")
         try:
             # Not limited in size: the list of a large corpus is long.
-            stored = io.parse_json(io.local_path(path, "config.data.subset").read_text())
+            stored = io.parse_json(path.read_text())
             subset = cls(stored["documents"])
             if subset.key != stored["sum"]:
                 raise ValueError("it does not match its checksum")

@@ -47,13 +47,15 @@ class Tokenizer:
         raise NotImplementedError
 
     def encode_documents(self, documents):
-        """Yield the ids of each document, after `start` unless the document is empty.
+        """Yield the ids of each document.
+
+        A tokenizer with `start` puts it before every document that is not empty.
 
         Args:
           documents: iterable of (name, bytes); errors contain the name.
         """
         for name, data in documents:
-            with naming(name):
+            with prefix_errors(name):
                 ids = self.encode(data)
             yield ids
 
@@ -117,7 +119,12 @@ class ByteTokenizer(Tokenizer):
     def encode(self, text):
         """int32[n]; bytes need not be UTF-8."""
         if isinstance(text, str):
-            text = text.encode("utf-8", "surrogateescape")  # as in sys.argv
+            try:
+                text = text.encode("utf-8", "surrogateescape")  # as in sys.argv
+            except UnicodeEncodeError as error:
+                raise UsageError(
+                    f"not Unicode text (lone surrogate at {error.start}): remove this character"
+                ) from error
         return np.frombuffer(text, np.uint8).astype(np.int32)
 
     def encode_documents(self, documents):
@@ -157,7 +164,7 @@ class CharTokenizer(Tokenizer):
 
     def encode(self, text):
         """int32[n]. Raises UsageError for a character outside of the vocabulary."""
-        text = text_of(text, self.kind)
+        text = decode_utf8(text, self.kind)
         ids = self._id_of[_code_points(text)]
         if len(ids) and ids.min() < 0:
             position = int(np.argmax(ids < 0))
@@ -206,11 +213,12 @@ def parse(spec):
     )
 
 
-def ready(spec):
+def pretrained_tokenizer(spec):
     """The tokenizer that `config.data.tokenizer` names, or None if it must be made from text.
 
     Raises:
-      UsageError: see `parse` and `load_tokenizer`, or the Hugging Face hub has no such tokenizer.
+      UsageError: see `parse` and `load_tokenizer`, or the Hugging Face hub has no such tokenizer;
+        TransientError for a network error.
     """
     kind, argument = parse(spec)
     if kind == "bytes":
@@ -224,12 +232,7 @@ def ready(spec):
     try:
         path = huggingface_hub.hf_hub_download(argument, "tokenizer.json")
     except Exception as error:  # the hub's libraries raise many unrelated types
-        first_line = (str(error).splitlines() or [""])[0][:200]
-        raise UsageError(
-            f"config.data.tokenizer={spec!r} cannot be downloaded from the Hugging Face hub "
-            f"({type(error).__name__}: {first_line}); check the name and the network, or use "
-            "the path of its tokenizer.json"
-        ) from error
+        raise io.unreachable(f"config.data.tokenizer={spec!r}", error) from error
     return load_tokenizer(path)
 
 
@@ -237,10 +240,11 @@ def load_tokenizer(path):
     """The tokenizer in a file of ours or of the `tokenizers` library.
 
     Raises:
-      UsageError: no such file, or not a tokenizer.
+      UsageError: no such file, or not a tokenizer; TransientError for a network error.
     """
+    path = io.folder(path, "the tokenizer")
     try:
-        text = io.read_text(io.folder(path, "the tokenizer"))
+        text = io.read_text(path)
         fields = io.parse_json(text)
         if fields.get("kind") == "bytes":
             return ByteTokenizer()
@@ -256,7 +260,7 @@ def load_tokenizer(path):
 
 
 @contextlib.contextmanager
-def naming(document):
+def prefix_errors(document):
     """Prefix the message of a UsageError with the name of a document."""
     try:
         yield
@@ -264,7 +268,7 @@ def naming(document):
         raise UsageError(f"{document}: {error}") from error
 
 
-def text_of(text, kind):
+def decode_utf8(text, kind):
     """`text` (str or bytes) as a str without surrogates, for a tokenizer of this kind."""
     data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else bytes(text)
     try:

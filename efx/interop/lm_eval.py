@@ -361,7 +361,7 @@ def run(arguments):
             raise UsageError(
                 f"{setting}: only settings may follow --, as in --config.train.dtype=bfloat16"
             )
-    flags = ["efx", "--mode=evaluate", f"--workdir={arguments.workdir}", *arguments.extra]
+    argv = ["efx", "--mode=evaluate", f"--workdir={arguments.workdir}", *arguments.extra]
     evaluate(
         arguments.workdir,
         list(filter(None, arguments.tasks.split(","))),
@@ -371,7 +371,7 @@ def run(arguments):
         batch_size=arguments.batch_size,
         max_length=arguments.max_length,
         step=arguments.step,
-        config=flags.parse(flags).config if arguments.extra else None,
+        config=flags.parse(argv).config if arguments.extra else None,
     )
 
 

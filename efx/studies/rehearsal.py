@@ -148,7 +148,7 @@ def _vocab_size(config, made):
         return load_tokenizer(saved).vocab_size, True
     if any(run in made for run in (config.init.run, *(run for _, run in config.model.member_runs))):
         return _ANY_VOCABULARY, False
-    tokenizer = tokenizers.ready(c.tokenizer)
+    tokenizer = tokenizers.pretrained_tokenizer(c.tokenizer)
     of_tokens = any(source.startswith("tokens:") for source in (c.source, c.eval_source))
     if tokenizer and not of_tokens:
         return tokenizer.vocab_size, True

@@ -235,4 +235,4 @@ def scored(data, config, tokens):
             f"{round(tokens):,} tokens, about {round(tokens * bytes_per_token):,} bytes, spread"
             f" over its {size} (config.evaluate.max_batches={config.max_batches})"
         )
-    return f"scored: {data.held_out_of()}: {size}"
+    return f"scored: {data.describe_held_out()}: {size}"

@@ -8,7 +8,7 @@ from efx.errors import UsageError
 
 # Settings of config.data that decide the text, and those that decide its held-out part.
 _SOURCES = ("source", "eval_source")
-_SPLIT = ("eval_fraction", "split", "withhold", "max_bytes", "document_bytes", "text_key")
+_SPLIT = ("eval_fraction", "split", "max_bytes", "document_bytes", "text_key")
 TEXT_SETTINGS = (*_SOURCES, *_SPLIT)
 
 
@@ -85,7 +85,7 @@ def check_tokenizer(config, name, run, planned=()):
 def is_tokenizer(spec, tokenizer):
     """Whether `config.data.tokenizer` names a tokenizer by its file or as bytes."""
     is_local = tokenizers.parse(spec)[0] in ("bytes", "file")
-    return is_local and tokenizers.ready(spec).fingerprint == tokenizer.fingerprint
+    return is_local and tokenizers.pretrained_tokenizer(spec).fingerprint == tokenizer.fingerprint
 
 
 def recorded_text(config_data, workdir):
@@ -97,7 +97,8 @@ def recorded_text(config_data, workdir):
         return None, True
     recorded = {key: run_dir.recorded_setting(workdir, f"data.{key}") for key in TEXT_SETTINGS}
     is_same = all(getattr(config_data, key) == recorded[key] for key in _SOURCES)
-    for key in _SPLIT if is_same else ():
+    splits_source = config_data.source == recorded["source"] and not config_data.eval_source
+    for key in _SPLIT if is_same or splits_source else ():
         if getattr(config_data, key) != recorded[key]:
             raise UsageError(
                 f"config.data.{key}: {recorded[key]!r} in the run, {getattr(config_data, key)!r} "

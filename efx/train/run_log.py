@@ -179,7 +179,7 @@ class RunLog:
         )
         # The held-out split was made from an earlier version of the text.
         if data.origin["of"] != data.origin["source"]:
-            self.progress.println(f"held out: {data.held_out_of()}")
+            self.progress.println(f"held out: {data.describe_held_out()}")
 
     def print_first_step(self, step, started, compile_seconds, attention):
         """Print and log the start-up time.

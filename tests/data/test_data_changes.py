@@ -19,10 +19,13 @@ from data_helpers import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
 import efx.data
+from efx import run_dir
 from efx.data import held_out, tokenizers
 from efx.errors import UsageError
+from efx.train import other_runs
 
 
 def words(name, count=40):
@@ -168,12 +171,13 @@ def test_another_text_is_held_out_as_a_whole(tokenizer, tmp_path):
     data = open_data(config)
     assert text_of(data, "train") == train[:500]  # max_bytes limits the training text alone
     assert text_of(data, "eval") == test
-    assert test_file in data.held_out_of()
+    assert test_file in data.describe_held_out()
     if tokenizer.startswith("bpe"):
         assert not any(b"zq" in token for token in data.tokenizer.token_bytes())
-    config.withhold = True
-    less = open_data(config)
-    assert less.eval_tokens == data.eval_tokens and text_of(less, "train") == train[:375]
+    # An evaluation without eval_source would hold out text that was trained on.
+    config.eval_source = ""
+    recorded = dict(recorded_origin=data.origin, is_recorded_text=False)
+    refuse_data(config, "config.data.eval_source=''", **recorded)
 
 
 def test_documents_of_the_held_out_text_are_not_trained_on(tmp_path, caplog):
@@ -187,6 +191,32 @@ def test_documents_of_the_held_out_text_are_not_trained_on(tmp_path, caplog):
     refuse_data(config, "training split", "no tokens")
 
 
+def test_a_run_with_an_eval_source_is_not_split_for_evaluation(tmp_path, monkeypatch):
+    """Not a part of its source either."""
+    trained = make_config("text:a", tmp_path, eval_source="text:b")
+    monkeypatch.setattr(run_dir, "holds_result", lambda workdir: True)
+    monkeypatch.setattr(run_dir, "recorded_origin", lambda workdir: {})
+    monkeypatch.setattr(
+        run_dir, "recorded_setting", lambda workdir, key: trained[key.removeprefix("data.")]
+    )
+    changed = make_config("text:a", tmp_path, eval_source="text:c", max_bytes=50)
+    assert other_runs.recorded_text(changed, tmp_path) == ({}, False)
+    changed.eval_source = ""
+    refused(lambda: other_runs.recorded_text(changed, tmp_path), "config.data.max_bytes")
+
+
+@pytest.mark.parametrize("document_bytes", [0, 64])
+def test_the_beginning_of_a_held_out_document_is_not_trained_on(document_bytes, tmp_path):
+    """Whatever max_bytes leaves of it."""
+    for name, text in (("a", words("train", 4)), ("b", words("held"))):
+        (tmp_path / f"{name}.txt").write_text(text)
+    eval_source = f"text:{tmp_path}/b.txt"
+    changes = dict(eval_source=eval_source, document_bytes=document_bytes, seq_len=1)
+    for limit in range(60, 200, 7):
+        config = make_config(f"text:{tmp_path}/*.txt", tmp_path, max_bytes=limit, **changes)
+        assert text_of(open_data(config), "train") == words("train", 4)
+
+
 def test_held_out_text_beside_tokens_and_tokens_beside_text(tmp_path):
     letters = write_letters(tmp_path)
     efx.data.write_token_shards(tmp_path / "t", tokenizers.ByteTokenizer(), ["abc " * 30], ["de"])
@@ -198,6 +228,11 @@ def test_held_out_text_beside_tokens_and_tokens_beside_text(tmp_path):
     assert open_data(config).bytes_per_token("eval") == pytest.approx(121 / 123)
     config.tokenizer = "chars"
     refuse_data(config, "config.data.tokenizer='chars'")
+    for name in ("ab", "xyz"):
+        characters = tokenizers.CharTokenizer(words(name))
+        efx.data.write_token_shards(tmp_path / name, characters, [words(name)])
+    config.source, config.eval_source = f"tokens:{tmp_path}/ab", f"tokens:{tmp_path}/xyz"
+    refuse_data(config, "/ab", "/xyz", "tokenizer")
 
 
 def test_evaluation_needs_no_training_text(tmp_path):

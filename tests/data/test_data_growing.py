@@ -15,7 +15,7 @@ from efx.config.run import DataConfig
 from efx.config.schema import make
 from efx.data import disk_cache, growing, held_out, sources, tokenizers
 from efx.data.opened import OpenedTexts
-from efx.errors import TransientError
+from efx.errors import TransientError, UsageError
 from efx.parallel.signals import STOPPING
 
 TEXTS = [f"document {i}: " + " ".join(f"w{i}x{j}" for j in range(i % 17)) for i in range(120)]
@@ -180,6 +180,20 @@ def test_damaged_files_are_written_again(tmp_path):
     last.unlink()
     (folder / "progress.json").write_text("{")
     assert token_ids(open_data(config), "train") == expected
+
+
+def test_files_of_a_text_that_is_refused_at_its_end_are_not_used_again(tmp_path):
+    """A held-out document that was edited while the text was read may be in them."""
+
+    def pieces():
+        yield "", b"text " * 100
+        raise UsageError("a held-out document has changed")
+
+    writer = growing.Writer(tmp_path, "text", pieces, tokenizers.ByteTokenizer(), 100)
+    writer.grow(300)
+    assert growing.Progress.read(tmp_path).tokens == 300
+    refused(lambda: writer.grow(1000), "has changed")
+    assert growing.Progress.read(tmp_path).tokens == 0
 
 
 def test_a_bad_line_is_refused_when_training_reaches_it(tmp_path):

@@ -90,6 +90,7 @@ def test_sigterm_saves_and_the_next_launch_makes_up_for_the_evaluation(
 @pytest.mark.parametrize("in_notebook", [False, True])
 def test_the_first_signal_is_a_request_and_the_second_is_not_caught(monkeypatch, in_notebook):
     """timeout(1) sends the first one twice. A second Ctrl-C does not end a notebook."""
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "script.py", raising=False)
     if in_notebook:
         monkeypatch.delattr(sys.modules["__main__"], "__file__")
     with signals.StopSignals() as stop:

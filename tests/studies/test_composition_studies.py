@@ -5,6 +5,7 @@ import json
 import pytest
 
 from efx import main
+from efx.config import flags
 from efx.studies import calm, composition, jobs, phatgoose, rehearsal
 
 
@@ -59,7 +60,7 @@ def test_efx_accepts_every_command_of_a_study(monkeypatch, study, config, last, 
     commands = commands_of(monkeypatch, study, tmp_path, *extra, config=config)
     for command in commands:
         values = main.parse(["efx", *command])
-        assert values.mode in main.MODES and values.config.log.every == 7
+        assert values.mode in flags.MODES and values.config.log.every == 7
         assert (values.config.steps == 2) == (f"/{last}" in values.workdir)
         assert values.config.seed in (0, 3)
     folders = [command[2] for command in commands]

@@ -19,6 +19,7 @@ from efx.studies import cli, isoflop, rehearsal, step_time, sweep
 from efx.studies.isoflop import analysis, law, picture, report
 from efx.studies.isoflop import grid as grid_lib
 from efx.studies.isoflop import points as points_lib
+from efx.train import setup
 
 GRID = """
 def get_grid():
@@ -390,8 +391,8 @@ def test_seconds_of_untimed_budgets_do_not_count(copy, capsys):
 
 def test_timed_steps_replace_the_seconds_of_runs(copy, capsys, monkeypatch):
     """A step of MoD takes as long as a dense one here, which has twice the FLOPs."""
-    setup = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=7))
-    monkeypatch.setattr(setup, "setup", lambda config: setup)
+    built = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=7))
+    monkeypatch.setattr(setup, "setup", lambda config: built)
     monkeypatch.setattr(step_time, "Stepper", lambda config, _: SimpleNamespace(config=config))
     times = step_time.Times(np.full(5, 2.0), np.zeros(5))
     monkeypatch.setattr(step_time, "time_steps", lambda steppers, _: dict.fromkeys(steppers, times))

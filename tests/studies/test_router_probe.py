@@ -411,7 +411,7 @@ def test_runs_that_differ_in_more_than_the_seed_are_refused(monkeypatch):
         "b": config | {"seed": 1, "log": {"every": 2}},
         "c": config | {"seed": 2, "model": {"depth": 4}},
     }
-    monkeypatch.setattr(router_probe.runfolder, "recorded_config", others.get)
+    monkeypatch.setattr(router_probe.run_dir, "recorded_config", others.get)
     router_probe.check_seeds(["a", "b"])
     refused(lambda: router_probe.check_seeds(["a", "b", "c"]), "--workdir=c", "config.model.depth")
 

@@ -56,7 +56,7 @@ def measure(workdir, num_tokens, selection="causal", step=None):
         "run": pathlib.Path(workdir).resolve().name,
         "step": step,
         "selection": next(spec.routing.train_selection for spec, _, _ in routed.values()),
-        "text": data.held_out_of(),
+        "text": data.describe_held_out(),
         "of": {"the text": data.fingerprint, "the tokenizer": built.tokenizer.fingerprint},
         **_provenance(workdir),
     }
