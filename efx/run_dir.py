@@ -302,6 +302,8 @@ def open_run(workdir, config, *, command_line, may_differ=(), completed=None):
 
 def _is_new(workdir):
     folder = io.folder(workdir)
+    if not io.is_remote(folder):
+        _check_writable(folder)
     if not checkpoint_record(folder):
         path = folder / CONFIG_FILE
         # Models in Hugging Face's format have a config.json too.
@@ -313,6 +315,17 @@ def _is_new(workdir):
                 "--workdir"
             )
     return not holds_result(folder)
+
+
+def _check_writable(folder):
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    problem = ""
+    if not existing.is_dir():
+        problem = "it is not a directory"
+    elif not os.access(existing, os.W_OK):
+        problem = "permission denied"
+    if problem:
+        raise UsageError(f"cannot write to {existing}: {problem}; use another --workdir")
 
 
 def check_config(workdir, config, may_differ, completed=None):

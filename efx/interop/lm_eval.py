@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import track
 
 from efx import io, run_dir
+from efx.config import flags
 from efx.config.load import config_of_run, to_config
 from efx.errors import UsageError, nearest
 from efx.interop.scoring import Scorer
