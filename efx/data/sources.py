@@ -43,11 +43,10 @@ _FORMS = {
     "hf": "hf:NAME",
     "mix": "mix:A,B",
 }
-# Left out of the standard library: installed packages, tests (a third of it and more, absent on
-# some systems), the language reference (the source pydoc) and files that the build generated.
+# Left out of the standard library: installed packages, tests (more than a third of it, absent on
+# some systems) and files that the build generated.
 _STDLIB_SKIPPED_FOLDERS = {
     "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib-dynload",
-    "pydoc_data",
 }  # fmt: skip
 _STDLIB_SKIPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 _CUT_VERSION = 2  # raise it when documents are cut elsewhere
@@ -138,12 +137,16 @@ def open_source(config_data, root, key="source"):
     c, spec, setting = config_data, getattr(config_data, key), f"config.data.{key}"
     name, max_bytes = f"{setting}={spec!r}", c.max_bytes if key == "source" else 0
     parts = _parts(spec, setting)
-    opened = {part: _open_part(name, part, c.text_key, max_bytes, root) for part in parts}
+    # The standard library contains the language reference; it is read once, or only held out.
+    settings = filter(None, (c.source, c.eval_source))
+    named = {part for value in settings for part in _parts(value, setting)}
+    skipped = {"pydoc_data"} if "pydoc" in named else set()
+    opened = {part: _open_part(name, part, c.text_key, max_bytes, root, skipped) for part in parts}
     source = opened[spec] if spec in opened else _mixture(name, opened)
     return _cut_documents(source, c.document_bytes) if c.document_bytes else source
 
 
-def _open_part(name, part, text_key, max_bytes, root):
+def _open_part(name, part, text_key, max_bytes, root, skipped=frozenset()):
     kind, argument = parse(part)
     if kind == "pydoc":
         return _language_reference(name, max_bytes)
@@ -156,7 +159,7 @@ def _open_part(name, part, text_key, max_bytes, root):
         identity, read = rows.open_hugging_face(name, argument, text_key, root)
         return _source_of(name, identity, read, max_bytes)
     if kind == "stdlib":
-        paths = _stdlib_files(name)
+        paths = _stdlib_files(name, skipped)
     else:
         paths = find_files(name, argument, root)
     read_file = {
@@ -293,10 +296,10 @@ def _read_python(path):
     yield path, data
 
 
-def _stdlib_files(name):
+def _stdlib_files(name, skipped):
     root, paths = sysconfig.get_paths()["stdlib"], []
     for folder, folders, files in os.walk(root):
-        kept = set(folders) - _STDLIB_SKIPPED_FOLDERS
+        kept = set(folders) - _STDLIB_SKIPPED_FOLDERS - skipped
         folders[:] = [child for child in kept if not child.startswith("config-")]
         paths += [
             os.path.join(folder, file)

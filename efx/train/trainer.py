@@ -357,7 +357,7 @@ class Trainer:
 
     def _finish_again(self, detail):
         """Report a run that is already at its last step; returns its last row."""
-        self.println(f"already finished: {self.workdir} is at step {self.step}{detail}")
+        self.println(f"finished already: {self.workdir} is at step {self.step}{detail}")
         self.log.last_row = row_of(self.workdir, self.step)
         return self._finish(print_totals=False)
 

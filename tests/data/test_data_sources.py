@@ -54,9 +54,13 @@ def test_max_bytes_cuts_between_characters(tmp_path):
 def test_the_standard_library(tmp_path):
     names = [d.name for d in read_documents("stdlib", tmp_path)]
     assert any(n.endswith("json/decoder.py") for n in names)
-    # The language reference is a source of its own.
-    skipped = {"site-packages", "test", "tests", "pydoc_data"}
+    skipped = {"site-packages", "test", "tests"}
     assert not any(set(n.split("/")) & skipped for n in names)
+    # The language reference is read once, or held out.
+    assert any("pydoc_data" in n for n in names)
+    for name, options in (("mix:stdlib,pydoc", {}), ("stdlib", {"eval_source": "pydoc"})):
+        documents = read_documents(name, tmp_path, split="documents", **options)
+        assert not any("pydoc_data" in document.name for document in documents)
     data = open_data(make_config("stdlib", tmp_path, split="documents", seq_len=64))
     assert 5e6 < data.train_tokens < 5e7
     assert 0.2 < data.eval_tokens / (data.eval_tokens + data.train_tokens) < 0.3

@@ -262,7 +262,7 @@ def test_a_run_beyond_the_given_steps_is_not_changed(text, tmp_path, capsys):
         before = files()
         again = trainer.train_and_evaluate(tiny(text, **SHALLOW, steps=1), tmp_path)
     assert files() == before
-    assert "already finished" in capsys.readouterr().out
+    assert "finished already" in capsys.readouterr().out
     # The last row is returned, as by the launch that trained.
     assert again.items() >= {k: last[k] for k in ("step", "train/loss", "eval/loss")}.items()
 
