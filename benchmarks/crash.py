@@ -194,7 +194,7 @@ def signals(bench):
 def disks(bench):
     folder = bench.folder()
     largest = len(bench.expected["metrics"]) // 2
-    problems = Launch(bench, folder, largest_file=largest).problems([2], "limit")
+    problems = Launch(bench, folder, largest_file=largest).problems([2], "too large")
     problems += bench.finish(folder)
     folder, away = bench.folder(), bench.folder()
     launch = bench.disturbed(folder)

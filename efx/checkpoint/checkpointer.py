@@ -178,7 +178,7 @@ class Checkpointer:
         """Write the manifest. Process 0 calls it in the background before orbax's commit."""
         with self._record_failure():
             self._check_run()
-            manifest.write_manifest(step_directory, self._saving)
+            manifest.write_manifest(step_directory)
 
     def should_preserve(self, checkpoints, *, context):
         """Decide for each checkpoint whether to keep it: orbax's protocol of a preservation policy.

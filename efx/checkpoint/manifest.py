@@ -101,9 +101,13 @@ def write_digests(folder, item):
     io.write_text(folder / f"{_DIGESTS}{jax.process_index()}.json", json.dumps(digests))
 
 
-def write_manifest(folder, step):
-    """Write the manifest of a step, with the digests that the processes have left."""
-    digests, names = {}, []
+def write_manifest(folder):
+    """Write the manifest of a step; merge and delete the digest files of all processes.
+
+    Args:
+      folder: its directory, "STEP" or orbax's temporary "STEP.orbax-checkpoint-tmp...".
+    """
+    step, digests, names = int(folder.name.partition(".")[0]), {}, []
     for name in sorted(_files(folder)):
         if _DIGESTS in name:
             digests |= io.read_json(folder / name)
