@@ -70,8 +70,13 @@ class NotFinite(RunStopped):
     status = 3
 
 
+def is_primary():
+    """Return whether this process prints and writes files: process 0, or a program without JAX."""
+    jax = sys.modules.get("jax")
+    return jax is None or jax.process_index() == 0
+
+
 def warn(line):
     """Print a one-line warning to standard error, from process 0 only."""
-    jax = sys.modules.get("jax")
-    if jax is None or jax.process_index() == 0:
+    if is_primary():
         print(f"efx: warning: {line}", file=sys.stderr, flush=True)

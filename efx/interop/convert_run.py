@@ -21,12 +21,11 @@ from efx.config import schema
 from efx.config.load import config_of_run, to_config
 from efx.config.run import default_config
 from efx.configs import convert_mod
-from efx.errors import UsageError, nearest
+from efx.errors import UsageError, is_primary, nearest
 from efx.interop import new_run
 from efx.layers.flops import count_params
 from efx.layers.stack import convert_layers, scan_params
 from efx.logging import quantity
-from efx.logging.progress import is_primary
 from efx.parallel import multihost, sharding
 from efx.routing import parameters
 from efx.train import other_runs, setup

@@ -15,13 +15,12 @@ from efx.config import schema
 from efx.config.load import to_config
 from efx.config.run import default_config
 from efx.data.tokenizers import load_tokenizer
-from efx.errors import UsageError
+from efx.errors import UsageError, is_primary
 from efx.interop import hf, new_run
 from efx.interop.hf_config import ARCHITECTURES
 from efx.interop.weights import Weights
 from efx.layers.flops import count_params
 from efx.logging import quantity
-from efx.logging.progress import is_primary
 from efx.parallel import multihost, sharding
 from efx.train import other_runs, setup
 from efx.train import step as step_lib

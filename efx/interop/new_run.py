@@ -5,8 +5,7 @@ import shutil
 
 from efx import io, run_dir
 from efx.config import schema
-from efx.errors import UsageError
-from efx.logging.progress import is_primary
+from efx.errors import UsageError, is_primary
 from efx.train import setup
 
 

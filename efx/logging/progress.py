@@ -6,13 +6,9 @@ import math
 import sys
 import time
 
+from efx.errors import is_primary
+
 _LIVE_SECONDS = 0.1  # between two updates of the line in a terminal
-
-
-def is_primary():
-    """Return whether this process prints and writes files: process 0, or a program without JAX."""
-    jax = sys.modules.get("jax")
-    return jax is None or jax.process_index() == 0
 
 
 class Progress:

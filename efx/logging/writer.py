@@ -7,9 +7,8 @@ import math
 import pathlib
 
 from efx import io
-from efx.errors import UsageError, extra, first_line
+from efx.errors import UsageError, extra, first_line, is_primary
 from efx.logging.events import Events
-from efx.logging.progress import is_primary
 from efx.run_dir import METRICS_FILE
 
 SAMPLES = "samples"

@@ -125,16 +125,13 @@ def run_on_primary(workdir, action, setting="--workdir"):
 
     if jax.process_count() == 1:
         return action()
-    import numpy as np
-    from jax.experimental import multihost_utils
-
     error, result = None, 0
     if jax.process_index() == 0:
         try:
             result = action() or 0
         except Exception as raised:
             error, result = raised, -2 if isinstance(raised, TransientError) else -1
-    result = int(multihost_utils.broadcast_one_to_all(np.int32(result)))
+    result = from_primary(result)
     if error:
         raise error
     if result < 0:

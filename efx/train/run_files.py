@@ -5,9 +5,8 @@ import jax
 from efx import io, run_dir
 from efx.config import schema
 from efx.config.load import completed
-from efx.errors import UsageError
+from efx.errors import UsageError, is_primary
 from efx.logging import MetricsWriter
-from efx.logging.progress import is_primary
 from efx.logging.writer import RESUMED_FILES, WANDB_ID_FILE, check_wandb
 from efx.parallel import multihost
 
