@@ -21,7 +21,7 @@ addition: `--config.data.source=mix:stdlib,text:input.txt`.
 
 Knobs: `config.cluster` (number of clusters, method, the seed model's fraction of the budget),
 `config.ensemble` (tau, top_k, how often the weights are computed), in efx/config/run.py.
-`config.steps` is the budget of the seed model and all experts together. Needs the extra `compose`.
+`config.steps` is the budget of the seed model and all experts together. Needs the extra `studies`.
 
 Variants: `configs/cbtm.py:smoke`, a minute or two for all of it; `configs/cbtm.py:table`, the size
 of `python -m efx.cbtm.table`. Hardware: 2 CPU cores.

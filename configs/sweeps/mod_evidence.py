@@ -4,7 +4,7 @@
         --workdir runs/mod_evidence --jobs 2
 
 Each family at six sizes, depth growing with width, and at five with the largest of three budgets,
-on Python code: the standard library and some packages that the extras `interop` and `compose`
+on Python code: the standard library and some packages that the extras `interop` and `studies`
 bring, 200 MB together, whose hash runs record. Sizes share a learning rate, as
 `configs/sweeps/isoflop_rates.py` shows that they can. The controls choose tokens without a look at
 activations: what MoD is ahead of them is what its router knows. With 2 CPU cores the two smaller
@@ -38,7 +38,7 @@ MISSING = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 if MISSING:
     raise UsageError(
         f"the text is the code of packages, and {', '.join(MISSING)} are not installed; "
-        f"install {extra('interop,compose')}"
+        f"install {extra('interop,studies')}"
     )
 FOLDERS = [f"text:{sysconfig.get_paths()['purelib']}/{name}/**/*.py" for name in PACKAGES]
 

@@ -30,7 +30,7 @@ def _check_installed():
         import sklearn  # noqa: F401
     except ImportError as error:
         raise UsageError(
-            f"clustering needs {extra('compose')}: {error.name} is not installed"
+            f"clustering needs {extra('studies')}: {error.name} is not installed"
         ) from None
 
 

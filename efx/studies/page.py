@@ -19,7 +19,7 @@ A block with a template and a script of its own:
 
 `efx.plot(element, traces, layout)` draws a Plotly figure in the page's colours, light or dark as
 the reader's system is, and draws it anew when called again; `efx.plain(text)` is `plain`.
-Drawing and filling in need the extra `report`. `frame` shows a page in a notebook.
+Drawing and filling in need the extra `studies`. `frame` shows a page in a notebook.
 """
 
 import base64
@@ -204,7 +204,7 @@ def _tools():
         import jinja2
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise UsageError(f"a page needs {extra('report')}: {error.name} is missing") from error
+        raise UsageError(f"a page needs {extra('studies')}: {error.name} is missing") from error
     return jinja2, get_plotlyjs()
 
 

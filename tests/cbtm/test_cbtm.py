@@ -67,8 +67,8 @@ def text_of(topic, rng, words=50):
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     """A config file with a mixture of two topics as its corpus."""
-    pytest.importorskip("sklearn", reason="scikit-learn is not installed (extra compose)")
-    pytest.importorskip("k_means_constrained", reason="not installed (extra compose)")
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed (extra studies)")
+    pytest.importorskip("k_means_constrained", reason="not installed (extra studies)")
     path, rng = tmp_path_factory.mktemp("config"), np.random.default_rng(0)
     for topic in TOPICS:
         (path / topic).mkdir()

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from refusals import refused
 
-pytest.importorskip("sklearn", reason="scikit-learn is not installed (extra compose)")
-pytest.importorskip("k_means_constrained", reason="not installed (extra compose)")
+pytest.importorskip("sklearn", reason="scikit-learn is not installed (extra studies)")
+pytest.importorskip("k_means_constrained", reason="not installed (extra studies)")
 
 from efx import main as main_lib
 from efx.cbtm import CLUSTERS, documents_file

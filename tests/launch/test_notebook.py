@@ -90,7 +90,7 @@ def execute():
     In one process for all: JAX is imported once.
     """
     for name in ("nbformat", "nbclient", "ipykernel", "jinja2", "plotly"):
-        pytest.importorskip(name, reason="the extras `notebooks` and `report` are not installed")
+        pytest.importorskip(name, reason="the extras `notebooks` and `studies` are not installed")
     import nbclient
     import nbformat
     from jupyter_client.manager import start_new_kernel

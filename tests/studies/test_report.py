@@ -12,7 +12,7 @@ from efx.logging import MetricsWriter
 from efx.studies import logged, report
 
 for package in ("jinja2", "plotly"):
-    pytest.importorskip(package, reason="the extra `report` is not installed")
+    pytest.importorskip(package, reason="the extra `studies` is not installed")
 
 HOSTILE = "<b>bold</b></script><img src=x onerror='window.hacked=1'> %{x} {{ 7*7 }}"
 

@@ -250,7 +250,7 @@ TEXT = "def f(x):\n    return '</script><b>é' # $a$"
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, root, one_device):
     for package in ("jinja2", "plotly"):
-        pytest.importorskip(package, reason="the extra `report` is not installed")
+        pytest.importorskip(package, reason="the extra `studies` is not installed")
     return study_helpers.train(
         root,
         tmp_path_factory.mktemp("token_map") / "run",

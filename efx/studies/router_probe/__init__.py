@@ -65,7 +65,7 @@ def run(arguments):
             f"{analysis.LEAST_TOKENS}"
         )
     if arguments.together and importlib.util.find_spec("sklearn") is None:
-        raise UsageError(f"--together needs {extra('compose')}: sklearn is not installed")
+        raise UsageError(f"--together needs {extra('studies')}: sklearn is not installed")
     check_seeds(arguments.runs)
     data = probe(arguments)
     with io.report_write_errors(out):

@@ -229,7 +229,7 @@ def predict_together(tokens, y_N, fit_N, kind):
         from sklearn.preprocessing import TargetEncoder
         from threadpoolctl import threadpool_limits
     except ImportError as error:
-        raise UsageError(f"--together needs {extra('compose')}: {error.name} is missing") from error
+        raise UsageError(f"--together needs {extra('studies')}: {error.name} is missing") from error
     numbers = [tokens.position_N, tokens.rarity_N, tokens.entropy_N, tokens.loss_N]
     codes = [
         tokens.position_N,
