@@ -8,21 +8,20 @@ the rest is a table, one row a run or one row a measured mean. The command write
 files, and draws it as `docs/images/mod_by_budget.png`.
 """
 
-import math
 import pathlib
 import sys
 
 import pandas as pd
-from scipy import stats
 
+from efx import io
 from efx.studies import cli
+from efx.studies.statistics import difference
 
 RESULTS = pathlib.Path("results")
 OUT = "mod_by_budget"
 MOD = "MoD 12.5%"
 BASELINES = {"dense": "dense", "half_depth": "dense, half as deep"}
 MIN_SEEDS = 3  # of a size, to be compared
-MARGIN = 0.02  # nats within which two models are equivalent
 # {training FLOPs: its files}
 BUDGETS = {
     7.5e11: ("mod_evidence",),
@@ -49,6 +48,15 @@ def read(name, folder=RESULTS):
     return pd.read_csv(path, comment="#"), header
 
 
+def write(path, table, header):
+    """Write a table with its header, {key: value or list of values}."""
+    lines = []
+    for key, values in header.items():
+        values = values if isinstance(values, list) else [values]
+        lines += [f"# {key}: {value}\n" for value in values]
+    io.write_atomic(pathlib.Path(path), "".join(lines) + table.to_csv(index=False))
+
+
 def means(name, budget, folder=RESULTS):
     """Mean loss by family and size: columns family, size, loss, std, n, at one budget."""
     table, _ = read(name, folder)
@@ -60,19 +68,6 @@ def means(name, budget, folder=RESULTS):
         table = table[table.seed != RATES_SELECTED_ON[name]]
     groups = table.groupby(["family", "size", *(["rate"] if name in RATES_SELECTED_ON else [])])
     return groups.loss.agg(loss="mean", std="std", n="count").reset_index()
-
-
-def difference(a, b):
-    """(mean, low, high, p of equivalence) of a's loss minus b's, unpaired, 95%.
-
-    The deviation is pooled. p is that of two one-sided tests of a difference within MARGIN.
-    """
-    freedom = a.n + b.n - 2
-    pooled = math.sqrt(((a.n - 1) * a["std"] ** 2 + (b.n - 1) * b["std"] ** 2) / freedom)
-    error = pooled * math.sqrt(1 / a.n + 1 / b.n)
-    mean = a.loss - b.loss
-    half = stats.t.ppf(0.975, freedom) * error
-    return mean, mean - half, mean + half, stats.t.sf((MARGIN - abs(mean)) / error, freedom)
 
 
 def by_budget(folder=RESULTS):
@@ -91,7 +86,8 @@ def by_budget(folder=RESULTS):
             row |= {f"{key}_loss": best[family].loss, f"{key}_std": best[family]["std"]}
         for key, family in BASELINES.items():
             names = ("", "_low", "_high", "_equivalence_p")
-            found = difference(best[MOD], best[family])
+            pair = [tuple(best[name][["loss", "std", "n"]]) for name in (MOD, family)]
+            found = difference(*pair)
             row |= {f"minus_{key}{name}": value for name, value in zip(names, found, strict=True)}
         rows.append(row)
     return pd.DataFrame(rows)
@@ -120,13 +116,12 @@ def draw(table, path):
 
 def study(arguments):
     table = by_budget()
-    lines = [
-        "# title: Mixture-of-Depths minus dense models at equal training FLOPs, by budget",
-        "# command: python -m efx.studies.results",
-        "# machine: 2 CPU cores up to 48 TFLOPs, 1 x NVIDIA H100 80GB HBM3 above",
-        table.round(4).to_csv(index=False),
-    ]
-    (RESULTS / f"{OUT}.csv").write_text("\n".join(lines))
+    header = {
+        "title": "Mixture-of-Depths minus dense models at equal training FLOPs, by budget",
+        "command": "python -m efx.studies.results",
+        "machine": "2 CPU cores up to 48 TFLOPs, 1 x NVIDIA H100 80GB HBM3 above",
+    }
+    write(RESULTS / f"{OUT}.csv", table.round(4), header)
     pictures = pathlib.Path("docs/images")
     pictures.mkdir(exist_ok=True)
     draw(table, pictures / f"{OUT}.png")

@@ -14,6 +14,7 @@ from test_docs import PAGES, ROOT, prose
 
 pytest.importorskip("scipy")
 from efx.studies import results
+from efx.studies.statistics import difference
 
 NUMBER = re.compile(r"(?<![\w./])-?\d+\.\d{2,}(?![\w.]*/|\d*v\d)")
 UNITS = {"%": 0.01}
@@ -74,10 +75,11 @@ def test_the_comparison_by_budget_is_current():
 
 def test_an_unpaired_interval_is_students():
     """Two samples of three, by hand: sp = 1, so the half width is t(0.975, 4) sqrt(2/3)."""
-    a, b = (pd.Series({"loss": loss, "std": 1.0, "n": 3}) for loss in (2.0, 1.0))
-    mean, low, high, p = results.difference(a, b)
+    mean, low, high, p = difference((2.0, 1.0, 3), (1.0, 1.0, 3))
     assert mean == 1 and math.isclose(high - mean, 2.7764451 * math.sqrt(2 / 3), rel_tol=1e-6)
     assert math.isclose(mean - low, high - mean) and p > 0.5  # far outside the margin
+    *_, p = difference((2.0, 1e-3, 3), (2.001, 1e-3, 3))
+    assert p < 1e-3  # well inside
 
 
 def test_results_name_their_command_and_revision():

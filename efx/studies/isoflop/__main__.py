@@ -1,7 +1,0 @@
-"""`python -m efx.studies.isoflop`."""
-
-import sys
-
-from efx.studies.isoflop import main
-
-sys.exit(main())

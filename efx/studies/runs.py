@@ -1,0 +1,284 @@
+"""The runs of a study: separate `python -m efx.main` processes, and their results as a table."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import os
+import pathlib
+import queue
+import re
+import shlex
+import signal
+import subprocess
+import sys
+
+import pandas as pd
+
+from efx import run_dir
+from efx.config import flags, schema
+from efx.config.load import completed, to_config
+from efx.errors import UsageError
+from efx.logging import read_metrics
+from efx.parallel.signals import PARENT_PIPE, STOPPING
+
+NOT_FINITE = 3  # exit status of a finished run whose loss is not finite
+# Arguments that a study sets for each run.
+_OWN = re.compile(r"(\w*:)?--?(config|config\.seed|workdir|mode)(=|$)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run of a study.
+
+    Attributes:
+      name: shown in messages. folder: the run directory. arguments: of `efx.main`.
+      labels: {column: value} of the run in the study's table, such as its name and seed.
+    """
+
+    name: str
+    folder: pathlib.Path
+    arguments: tuple
+    labels: dict = dataclasses.field(default_factory=dict, hash=False)
+
+    def command(self):
+        return f"python -m efx.main {shlex.join(self.arguments)}"
+
+    def config(self):
+        """The checked config; UsageError, with the run's name, if `efx.main` would refuse it."""
+        try:
+            return to_config(flags.parse(["efx", *self.arguments]).config)
+        except UsageError as error:
+            raise UsageError(f"the run {self.name!r}: {error}") from error
+
+
+def training_run(workdir, name, seed, config, changes, extra=(), labels=None):
+    """Return the Run of a config with changed settings, in WORKDIR/<name>-seed<n>.
+
+    Args:
+      changes: {dotted key: value}. extra: further arguments of `efx.main`.
+    """
+    folder = pathlib.Path(workdir) / f"{safe_name(name)}-seed{seed}"
+    arguments = [f"--config={config}", f"--workdir={folder}", f"--config.seed={seed}"]
+    arguments += [f"--config.{key}={value}" for key, value in changes.items()]
+    labels = {"name": name, **(labels or {}), "seed": seed}
+    return Run(f"{name}, seed {seed}", folder, (*arguments, *extra), labels)
+
+
+def safe_name(name):
+    """Return a file name: other characters than letters, digits and dots become "_"."""
+    return re.sub(r"[^A-Za-z0-9.]+", "_", name).strip("_")
+
+
+def check(runs, extra=(), made=()):
+    """Raise UsageError, before anything trains, for a run that `efx.main` would refuse.
+
+    Settings and text sources are checked; no model is built.
+
+    Args:
+      extra: the user's arguments for every run.
+      made: text sources that earlier runs write.
+    """
+    from efx.data.sources import check_present
+
+    for argument in extra:
+        if _OWN.match(argument):
+            raise UsageError(f"{argument}: the study sets this for each run; leave it out")
+    folders = {}
+    for run in runs:
+        other = folders.setdefault(str(run.folder).lower(), run)
+        if other is not run:
+            raise UsageError(f"{run.name!r} and {other.name!r} have one directory; rename one")
+    checked = set()
+    for run in runs:
+        key = tuple(word for word in run.arguments if not re.match(r"--(workdir|config.seed)", word))
+        if key in checked:
+            continue
+        checked.add(key)
+        data = run.config().data
+        for name in ("source", "eval_source"):
+            source = getattr(data, name)
+            if source and source not in made:
+                check_present(source, f"config.data.{name}")
+
+
+def print_commands(runs):
+    """Print the commands of the runs that have not finished."""
+    for run in runs:
+        if not is_finished(run):
+            print(run.command())
+
+
+def run_all(runs, jobs=1):
+    """Make all missing runs, `jobs` at a time; the first failure stops the study.
+
+    With several jobs each gets an equal part of the CPUs and writes to FOLDER.log.
+    """
+    missing = [run for run in runs if not is_finished(run)]
+    free_cpus = queue.SimpleQueue()
+    for cpus in _split_cpus(jobs) if jobs > 1 else [None]:
+        free_cpus.put(cpus)
+    with _Processes() as processes, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+
+        def run_one(run):
+            if processes.stopped:
+                return
+            cpus = free_cpus.get()
+            try:
+                _run_one(run, cpus, processes)
+            except BaseException:
+                processes.stop_after_failure()
+                raise
+            finally:
+                free_cpus.put(cpus)
+
+        for future in concurrent.futures.as_completed([pool.submit(run_one, r) for r in missing]):
+            future.result()
+
+
+def _run_one(run, cpus, processes):
+    print(f"== {run.name}: {run.command()}", flush=True)
+    command, log = [sys.executable, "-m", "efx.main", *run.arguments], f"{run.folder}.log"
+    if cpus is None:
+        status, where = processes.run(command), "its last line"
+    else:
+        if cpus:
+            os.sched_setaffinity(0, cpus)  # of this thread and the process it starts
+        pathlib.Path(log).parent.mkdir(parents=True, exist_ok=True)
+        # Alone, a run would take three quarters of a GPU's memory.
+        environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        with open(log, "a") as file:
+            status, where = processes.run(command, environment, file), log
+        lines = [line for line in pathlib.Path(log).read_text().splitlines() if "finished" in line]
+        print(f"-- {run.name}: {' '.join(lines[-1:])}", flush=True)
+    if status == NOT_FINITE:
+        print(f"-- {run.name}: the last values are not finite; see {where}", flush=True)
+    elif status:
+        raise UsageError(
+            f"the run {run.name!r} ended with status {status}; see {where}. Rerun to resume"
+        )
+
+
+def _split_cpus(jobs):
+    """Return a set of CPUs for each job; empty sets if the system has no CPU affinity."""
+    if not hasattr(os, "sched_getaffinity"):
+        return [set()] * jobs
+    cpus = sorted(os.sched_getaffinity(0))
+    return [set(cpus[i::jobs]) or {cpus[i % len(cpus)]} for i in range(jobs)]
+
+
+class _Processes:
+    """Pass SIGINT, SIGTERM and SIGHUP on to all running processes, which save and stop.
+
+    Attributes:
+      stopped: False, "failed", or the signal that arrived; no process starts afterwards.
+    """
+
+    def __init__(self):
+        self.stopped, self._running, self._handlers = False, set(), {}
+        # Its end closes with this process, even by SIGKILL, and the runs then stop.
+        self._pipe = os.pipe()
+
+    def __enter__(self):
+        for number in STOPPING:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup stays in effect
+                with contextlib.suppress(ValueError):  # not in the main thread
+                    self._handlers[number] = signal.signal(number, self._pass_on)
+        return self
+
+    def __exit__(self, *error):
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        for descriptor in self._pipe:
+            os.close(descriptor)
+        if isinstance(self.stopped, signal.Signals):
+            interrupt = KeyboardInterrupt()
+            interrupt.number = self.stopped
+            raise interrupt
+
+    def _pass_on(self, number, frame):
+        self.stopped = signal.Signals(number)
+        for process in tuple(self._running):
+            process.send_signal(number)
+
+    def stop_after_failure(self):
+        """Start no further process; the running ones save and stop."""
+        self.stopped = self.stopped or "failed"
+        for process in tuple(self._running):
+            process.send_signal(signal.SIGINT)
+
+    def run(self, command, environment=None, output=None):
+        """Run a command; returns its exit status, or 0 if a signal stopped the study."""
+        process = subprocess.Popen(
+            command,
+            env={**(environment or {}), **os.environ, PARENT_PIPE: str(self._pipe[0])},
+            pass_fds=[self._pipe[0]],
+            stdout=output,
+            stderr=subprocess.STDOUT if output else None,
+        )
+        self._running.add(process)
+        try:
+            if isinstance(self.stopped, signal.Signals):  # it arrived during the start
+                process.send_signal(self.stopped)
+            status = process.wait()
+        finally:
+            self._running.discard(process)
+        return 0 if isinstance(self.stopped, signal.Signals) else status
+
+
+def is_finished(run):
+    """Whether a run is at its last step, evaluated and sampled."""
+    from efx.train import run_files, trainer
+
+    if not run_dir.holds_result(run.folder) or any(a == "--mode=evaluate" for a in run.arguments):
+        return False
+    config = run.config()
+    step, meta = run_dir.newest_meta(run.folder)
+    if step is None or meta.get("last_step") != step:
+        return False
+    try:
+        plain = schema.as_dict(config)
+        changed = run_dir.check_config(run.folder, plain, run_files.MAY_DIFFER, completed)
+    except UsageError:
+        return False  # the command reports it
+    if changed.keys() & {"steps", "train_flops"}:
+        return False
+    return not trainer.missing_work(config, run.folder, step, step)
+
+
+def results(runs):
+    """Return one row for each run: its labels and the last value of each logged metric.
+
+    Raises: UsageError for a run that has not finished.
+    """
+    rows = []
+    for run in runs:
+        if not is_finished(run):
+            raise UsageError(f"{run.folder}: the run {run.name!r} has not finished; resume it")
+        last = {}
+        for row in read_metrics(run.folder):
+            last |= row  # None where a value was not finite
+        record = run_dir.run_record(run.folder)
+        launch = record["launches"][-1]
+        rows.append(
+            run.labels
+            | last
+            | {
+                "text": run_dir.checksum(str(record.get("text")))[:12],
+                "tokenizer": (record.get("tokenizer") or "")[:12],
+                "machine": run_dir.machine_of(launch),
+                "revision": run_dir.revision_of(launch),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def check_comparable(table):
+    """Raise UsageError if runs were trained or evaluated on different texts or tokenizers."""
+    for column, setting in (("tokenizer", "data.tokenizer"), ("text", "data.source")):
+        if column in table and table[column].nunique() > 1:
+            first = table.iloc[0]
+            other = table[table[column] != first[column]].iloc[0]
+            raise UsageError(
+                f"{first['name']!r} and {other['name']!r} have a different {column}, so their "
+                f"losses cannot be compared; use one config.{setting} for all runs"
+            )
