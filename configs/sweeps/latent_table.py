@@ -34,7 +34,7 @@ LOCAL = {"model.encoder_global": 0, "model.decoder_global": 0}
 SOFT = {
     "model.soft_experts.num": 4,
     "model.soft_experts.every": 4,
-    "model.soft_experts.tied": False,  # of results/latent_table.json
+    "model.soft_experts.tied": False,  # as results/latent_table.csv was measured
 }
 RUNS = {
     "decoder": DECODER,

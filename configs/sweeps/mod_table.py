@@ -1,12 +1,13 @@
 """Mixture-of-Depths, Mixture of Experts and both together against dense, at equal training FLOPs.
 
-python -m efx.studies.sweep --sweep configs/sweeps/mod_table.py --workdir runs/mod_table
+    python -m efx.studies.sweep --sweep configs/sweeps/mod_table.py --workdir runs/mod_table
 
-Small enough for an hour or so on 2 CPU cores; the same command scales up by overrides, e.g.
-`-- --config.model.width=256 --config.data.seq_len=1024`, with `train_flops` below raised to match.
+An hour or so on 2 CPU cores. One learning rate and one size for all rows: a look at the family,
+not a ranking. `mod_table.py:default_size` compares `configs/mod.py` with its dense twins.
 """
 
 from efx.configs import mode
+from efx.errors import UsageError
 
 # Eight layers, 32 wide, context 256, bytes of Python's standard library: about 17 training tokens a
 # parameter for the dense model. With far fewer, any model that skips more looks better.
@@ -27,10 +28,8 @@ EXPERTS = {
     "model.mlp.moe.top_k": 2,
     "model.mlp.moe.expert_hidden": 48,
 }
-# Its routers do not choose experts and no-ops equally, their choices change in training, and full
-# experts drop tokens. So FLOPs, and with them the steps for an equal budget, are counted by the
-# fraction of choices that experts computed, in the mean over the training of this row; the table
-# has the fractions of the three seeds.
+# Routers do not choose experts and no-ops equally, and full experts drop tokens. FLOPs are counted
+# by the measured fraction of computed choices.
 INTEGRATED = mode.VARIANTS["integrated"] | {"model.mlp.moe.computed_fraction": 0.4}
 RUNS = {
     "dense": DENSE,
@@ -47,9 +46,6 @@ RUNS = {
     },
     "MoD 12.5%, auxiliary loss": {"model.depth_routing.causal": "aux_loss"},
     "MoD 12.5%, predictor": {"model.depth_routing.causal": "predictor"},
-    "MoD 12.5%, all three decisions": {
-        "model.depth_routing.also_train": "('predictor','aux_loss')",
-    },
     "recursion, 3 steps": {
         "model.depth_routing.kind": "recursion",
         "model.depth_routing.recursions": 3,
@@ -57,23 +53,34 @@ RUNS = {
         "model.depth": 5,
     },
     "MoE, 2 of 8 experts": DENSE | EXPERTS,
+    # A forward pass costs about as much as that of staged MoDE.
+    "MoE, 2 of 8 experts, half as deep": DENSE | EXPERTS | {"model.depth": 4},
     "staged MoDE: MoD 12.5% around MoE": EXPERTS,
     "integrated MoDE: 8 experts, 8 no-ops": DENSE | EXPERTS | INTEGRATED,
 }
 
 
-def get_sweep():
+# `configs/mod.py` as it is, against its dense twins.
+DEFAULT_SIZE = {
+    "MoD 12.5%": {},
+    "stochastic 12.5%": {"model.depth_routing.train_selection": "stochastic"},
+    "dense": DENSE,
+    "dense, half as deep": DENSE | {"model.depth": 4},
+}
+
+
+def get_sweep(part="small"):
+    if part not in ("small", "default_size"):
+        raise UsageError(f"part {part!r}: expected small or default_size")
+    is_small = part == "small"
     return dict(
         config="mod",
         seeds=(0, 1, 2),
-        equal="",  # `train_flops` is the same in all
-        runs={name: SIZE | changes for name, changes in RUNS.items()},
+        equal="" if is_small else "flops",  # `train_flops` is the same in all small runs
+        runs={name: SIZE | changes for name, changes in RUNS.items()} if is_small else DEFAULT_SIZE,
         columns={
             "loss under training's selection": "eval/loss_topk|eval/loss_stochastic",
             "accuracy of the decision": "eval/router/accuracy",
-            "of the predictor beside it": "eval/predictor/accuracy",
-            "of the auxiliary loss beside it": "eval/aux_loss/accuracy",
-            "fraction routed": "eval/router/routed_fraction",
-            "choices that experts computed": "mean:moe/computed_fraction",
+            "selected fraction": "eval/router/routed_fraction",
         },
     )

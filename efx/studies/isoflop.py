@@ -13,7 +13,7 @@ trained at every size and budget, and its best size is found by parabolas and by
          sizes={"4 blocks": {"model.depth": 4}, ...},
          learning_rates=(1e-3, 2e-3),            # optional: see below
          rate_seed=9,                            # seed that selects the learning rates
-         fit_within=5.0,                         # optional: fit sizes within this factor of the best
+         fit_within=5.0,                         # optional: fit sizes within 5 times the best
          against=("dense",))                     # optional: families to compare with
 
 A family's setting may be a dict with a value for each size. With learning_rates (a tuple, or one
@@ -54,8 +54,10 @@ PROVENANCE = ["text", "tokenizer", "settings", "machine", "revision"]
 METRICS = {"eval/loss": "loss", "eval/repeated/gain": "repeat_gain"}
 DRAWS = 300
 # Settings that do not decide the result: the text is compared by its hash.
-_IGNORED = re.compile(r"seed|steps|data\.(eval_)?source|(log|checkpoint|sample|mesh|cluster|ensemble)"
-                      r"\..*|evaluate\.every|rules|data\.(cache_dir|on_change)|model\.remat")  # fmt: skip
+_IGNORED = re.compile(
+    r"seed|steps|rules|(log|checkpoint|sample|mesh|cluster|ensemble)\..*"
+    r"|data\.(source|eval_source|cache_dir|on_change)|evaluate\.every|model\.remat|train\.max_nonfinite"
+)
 
 
 # ---- the grid ----------------------------------------------------------------------------------
@@ -154,7 +156,9 @@ class Points:
     """The measured points of a grid: finished runs, and those of other files."""
 
     def __init__(self, files):
-        self._given = pd.concat([read_points(file) for file in files] or [pd.DataFrame(columns=KEY)])
+        self._given = pd.concat(
+            [read_points(file) for file in files] or [pd.DataFrame(columns=KEY)]
+        )
 
     def given(self, run):
         """The row of another file for this run, or None; UsageError for other settings."""
@@ -315,8 +319,8 @@ def markdown(optima, differences, fits, arguments, grid):
                 for family, law in laws.items()]  # fmt: skip
         parts.append(tables.markdown(["L = E + A / N^a + B / D^b", *"EABab"], rows))
     parts.append(
-        "95% intervals: unpaired with a pooled deviation for measured losses, bootstrap over points "
-        "and seeds for fits. p: two one-sided tests of a difference within 0.02 nats. "
+        "95% intervals: unpaired with a pooled deviation for measured losses, bootstrap over "
+        "points and seeds for fits. p: two one-sided tests of a difference within 0.02 nats. "
         f"`{grid['config']}`; command: `{arguments.command}`"
     )
     return "\n\n".join(parts) + "\n"

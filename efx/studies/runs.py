@@ -90,7 +90,9 @@ def check(runs, extra=(), made=()):
             raise UsageError(f"{run.name!r} and {other.name!r} have one directory; rename one")
     checked = set()
     for run in runs:
-        key = tuple(word for word in run.arguments if not re.match(r"--(workdir|config.seed)", word))
+        key = tuple(
+            word for word in run.arguments if not re.match(r"--(workdir|config.seed)", word)
+        )
         if key in checked:
             continue
         checked.add(key)
@@ -246,7 +248,9 @@ def is_finished(run):
 
 
 def results(runs):
-    """Return one row for each run: its labels and the last value of each logged metric.
+    """Return one row for each run: its labels and the last value of each metric.
+
+    "min:eval/loss" is the least held-out loss.
 
     Raises: UsageError for a run that has not finished.
     """
@@ -254,9 +258,11 @@ def results(runs):
     for run in runs:
         if not is_finished(run):
             raise UsageError(f"{run.folder}: the run {run.name!r} has not finished; resume it")
-        last = {}
+        last, losses = {}, []
         for row in read_metrics(run.folder):
             last |= row  # None where a value was not finite
+            losses += [row["eval/loss"]] if row.get("eval/loss") is not None else []
+        last["min:eval/loss"] = min(losses, default=None)
         record = run_dir.run_record(run.folder)
         launch = record["launches"][-1]
         rows.append(

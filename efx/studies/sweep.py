@@ -82,9 +82,7 @@ def make_runs(sweep, workdir, extra=(), budget=None):
             changes = dict(changes)
             config = changes.pop("config", sweep["config"])
             own = () if name == first else tuple(budget or ())
-            runs.append(
-                runs_lib.training_run(workdir, name, seed, config, changes, (*extra, *own))
-            )
+            runs.append(runs_lib.training_run(workdir, name, seed, config, changes, (*extra, *own)))
     return runs
 
 

@@ -1,14 +1,19 @@
-"""Learned dropout and the encoder-decoder against the decoder, where a model overfits.
+"""Learned dropout and the encoder-decoder against the decoder, all with the GPT-2 preset.
 
-    python -m efx.studies.sweep --sweep configs/sweeps/dropout_overfitting.py \
+    python -m efx.studies.sweep --sweep configs/sweeps/dropout.py:overfitting \\
         --workdir runs/dropout_overfitting --jobs 2
+    python -m efx.studies.sweep --sweep configs/sweeps/dropout.py:flops \\
+        --workdir runs/dropout_flops --jobs 2
 
-All models but one have 0.18 or 0.19 million parameters and read the same tokens: a short text many
-times over, the regime in which the gains were published. `-- --config.data.source=text:input.txt`
-takes another text, e.g. tinyshakespeare; the same command scales up by overrides.
+`overfitting`: a short text read many times, the regime of the published gains. `flops`: equal
+training FLOPs on a text read less than once, with fewer forms. All models but the shallower decoder
+have 0.18 or 0.19 million parameters.
 """
 
 import math
+import re
+
+from efx.errors import UsageError
 
 SIZE = {
     "model.width": 48,
@@ -117,11 +122,39 @@ COLUMNS = {
 }
 
 
-def get_sweep():
+FLOPS = {
+    "data.seq_len": 128,
+    "steps": 0,
+    "train_flops": 1.5e12,
+    "evaluate.every": 0,
+    "sample.every": 0,
+    "checkpoint.every": 0,
+}
+# Of the forms with variants, the one that `flops` trains.
+ONE_OF_A_FORM = (
+    "learned dropout, elementwise, no penalty",
+    "learned dropout, embedding, no penalty",
+    "encoder-decoder, parallel, masks, no penalty",
+)
+
+
+def _in_flops(name):
+    has_variants = re.match("learned dropout, (elementwise|embedding)|.*masks", name)
+    return name in ONE_OF_A_FORM or not has_variants
+
+
+def get_sweep(part="overfitting"):
+    if part not in ("overfitting", "flops"):
+        raise UsageError(f"part {part!r}: expected overfitting or flops")
+    own = TEXT if part == "overfitting" else FLOPS
     return dict(
         config="learned_dropout:none",
         seeds=(0, 1, 2),
-        equal="",  # the same steps
-        runs={name: SIZE | TEXT | changes for name, changes in RUNS.items()},
+        equal="",  # the same steps, or the same train_flops
+        runs={
+            name: SIZE | own | changes
+            for name, changes in RUNS.items()
+            if part == "overfitting" or _in_flops(name)
+        },
         columns=COLUMNS,
     )

@@ -1,17 +1,16 @@
 """Learned dropout and two streams against the decoder: isoFLOP curves at two budgets.
 
-    python -m efx.studies.isoflop --grid configs/sweeps/seed_claims.py \\
+    python -m efx.studies.isoflop --grid configs/sweeps/seeds.py \\
         --workdir runs/seed_claims --jobs 2
 
-Text, tokenizer and steps are those of `configs/sweeps/mod_evidence.py`. Masks have no penalty; two
-streams have an encoder and a decoder of half the depth each. At these widths masks that attend make
-a token cost about twice what it does in a model of the same width and depth without: what is
-compared is the best size of each at the same FLOPs. Some hours on 2 CPU cores.
+Text and tokenizer of `configs/sweeps/mod_evidence.py`. Masks have no penalty; two streams have half
+the depth each. Masks that attend double the FLOPs of a token at these widths, so the best size of
+each family is compared. Some hours on 2 CPU cores.
 """
 
 from efx.configs.sweeps import mod_evidence
 
-SIZES = dict(list(mod_evidence.SIZES.items())[1:])  # the smallest has one block a stream
+SIZES = dict(list(mod_evidence.SIZES.items())[1:6])  # the smallest has one block a stream
 NO_PENALTY = {"losses.dropout_entropy": 0.0, "losses.dropout_l1": 0.0}
 MASKS = {"config": "learned_dropout:no_penalty"}
 HALF = {name: size["model.depth"] // 2 for name, size in SIZES.items()}
@@ -33,5 +32,4 @@ def get_grid():
         },
         sizes=SIZES,
         fit_within=5.0,
-        timed_budgets=(),  # what is in results/ was trained beside other work: --time-steps
     )
