@@ -2,7 +2,7 @@
 
 All of it, three seeds, one table of held-out losses (about an hour on 2 CPU cores):
 
-    python -m efx.studies.calm --config configs/calm.py --workdir runs/calm
+    python -m efx.composition.calm --config configs/calm.py --workdir runs/calm
 
 Step by step, each an ordinary run:
 

@@ -1,6 +1,6 @@
 """cBTM: clusters of a corpus, one expert trained on each, a sparse ensemble of them.
 
-    python -m efx.cbtm.run --config configs/cbtm.py --workdir runs/cbtm
+    python -m efx.composition.cbtm --config configs/cbtm.py --workdir runs/cbtm
 
 does all of it: it clusters the documents, trains a seed model on everything and then, from the
 seed model, an expert on each cluster, and evaluates. The same by hand, with the experts on any
@@ -24,7 +24,7 @@ Knobs: `config.cluster` (number of clusters, method, the seed model's fraction o
 `config.steps` is the budget of the seed model and all experts together. Needs the extra `studies`.
 
 Variants: `configs/cbtm.py:smoke`, a minute or two for all of it; `configs/cbtm.py:table`, the size
-of `python -m efx.cbtm.table`. Hardware: 2 CPU cores.
+of `python -m efx.composition.cbtm_table`. Hardware: 2 CPU cores.
 """
 
 from efx.configs import common

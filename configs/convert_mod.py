@@ -28,7 +28,7 @@ Variants, to be combined with commas:
     configs/convert_mod.py:parent     a dense model to be converted, 64 wide
     configs/convert_mod.py:scratch    a Mixture-of-Depths that is no conversion, for comparison
 
-Hardware: 2 CPU cores. The study: `python -m efx.studies.convert`, docs/bring_your_model.md.
+Hardware: 2 CPU cores. The study: `python -m efx.studies.conversion`, docs/bring_your_model.md.
 """
 
 from efx.configs import common, mod

@@ -2,7 +2,7 @@
 
 All of it, three seeds, one table of held-out losses (under an hour on 2 CPU cores):
 
-    python -m efx.studies.phatgoose --config configs/phatgoose.py --workdir runs/phatgoose
+    python -m efx.composition.phatgoose --config configs/phatgoose.py --workdir runs/phatgoose
 
 Step by step, each an ordinary run:
 

@@ -50,7 +50,7 @@ def train(config, workdir):
 def evaluate(workdir, changes=None, step=None):
     """{metric: value} of a run over its held-out text, such as "eval/loss" in nats a token.
 
-    For a directory of experts by cBTM, the result of `efx.cbtm.evaluation.score`.
+    For a directory of experts by cBTM, the result of `efx.composition.evaluation.score`.
 
     Args:
       changes: of the run's config, such as {"data.eval_source": "text:test.txt"}.
@@ -80,7 +80,9 @@ def module_of(workdir, action):
     from efx import run_dir
 
     if run_dir.holds_clustering(workdir):
-        name = {"evaluate": "efx.cbtm.evaluation", "sample": "efx.cbtm.sampling"}[action]
+        name = {"evaluate": "efx.composition.evaluation", "sample": "efx.composition.sampling"}[
+            action
+        ]
     else:
         name = "efx.train.finished_run"
     return importlib.import_module(name)

@@ -375,8 +375,8 @@ class SampleConfig:
 class ClusterConfig:
     """cBTM: clusters of documents, with one expert each.
 
-    With python -m efx.cbtm.run, `config.steps` (or `config.train_flops`) is the budget of the seed
-    model and all experts together.
+    With python -m efx.composition.cbtm, `config.steps` (or `config.train_flops`) is the budget of
+    the seed model and all experts together.
     """
 
     count: Count = 4

@@ -46,6 +46,20 @@ def mean_and_spread(values):
     return text(summary(values), ".4f")
 
 
+def means_markdown(table):
+    """Return Markdown with mean ± standard deviation over the rows of each name.
+
+    Args:
+      table: a DataFrame with columns name, seed and numbers.
+    """
+    groups = table.drop(columns="seed").groupby("name", sort=False)
+    titles, rows = [column for column in table if column not in ("name", "seed")], []
+    for name, group in groups:
+        known = [group[title].dropna().tolist() for title in titles]
+        rows.append([name, *(mean_and_spread(values) if values else "" for values in known)])
+    return markdown(["", *titles], rows) + "\n"
+
+
 def markdown(titles, rows):
     """Return a Markdown table. rows: lists of texts or numbers, each as long as `titles`."""
     lines = ["| " + " | ".join(map(_escaped, row)) + " |" for row in (titles, *rows)]

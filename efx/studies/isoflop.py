@@ -51,6 +51,7 @@ RATE = "optim.learning_rate"
 KEY = ["family", "size", "budget", "rate", "seed"]  # identifies a run
 POINT = [*KEY, "parameters", "tokens", "flops", "seconds", "loss", "repeat_gain"]
 PROVENANCE = ["text", "tokenizer", "settings", "machine", "revision"]
+TEXTS = ["family", "size", *PROVENANCE]
 METRICS = {"eval/loss": "loss", "eval/repeated/gain": "repeat_gain"}
 DRAWS = 300
 # Settings that do not decide the result: the text is compared by its hash.
@@ -144,7 +145,7 @@ def settings_digest(config):
 def read_points(path):
     """Return the points of a CSV file."""
     try:
-        points = pd.read_csv(path, comment="#")
+        points = pd.read_csv(path, comment="#", dtype=dict.fromkeys(TEXTS, str))
     except (OSError, ValueError) as error:
         raise UsageError(f"--from={path}: cannot be read: {error}") from error
     for column in {*POINT, *PROVENANCE} - {*points}:

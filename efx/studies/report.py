@@ -21,7 +21,7 @@ import sys
 import numpy as np
 
 from efx import io, run_dir
-from efx.cbtm import CLUSTERS
+from efx.composition import CLUSTERS
 from efx.errors import UsageError, nearest
 from efx.logging import portion, tables
 from efx.logging.writer import SAMPLES

@@ -119,14 +119,14 @@ def run_all(runs, jobs=1):
     free_cpus = queue.SimpleQueue()
     for cpus in _split_cpus(jobs) if jobs > 1 else [None]:
         free_cpus.put(cpus)
-    with _Processes() as processes, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+    with Processes() as processes, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
 
         def run_one(run):
             if processes.stopped:
                 return
             cpus = free_cpus.get()
             try:
-                _run_one(run, cpus, processes)
+                start(run, cpus, processes)
             except BaseException:
                 processes.stop_after_failure()
                 raise
@@ -137,7 +137,12 @@ def run_all(runs, jobs=1):
             future.result()
 
 
-def _run_one(run, cpus, processes):
+def start(run, cpus, processes):
+    """Make one run; UsageError if it failed.
+
+    Args:
+      cpus: None: its output goes to the terminal. Otherwise its CPUs, and its output to a file.
+    """
     print(f"== {run.name}: {run.command()}", flush=True)
     command, log = [sys.executable, "-m", "efx.main", *run.arguments], f"{run.folder}.log"
     if cpus is None:
@@ -168,7 +173,7 @@ def _split_cpus(jobs):
     return [set(cpus[i::jobs]) or {cpus[i % len(cpus)]} for i in range(jobs)]
 
 
-class _Processes:
+class Processes:
     """Pass SIGINT, SIGTERM and SIGHUP on to all running processes, which save and stop.
 
     Attributes:

@@ -187,7 +187,7 @@ class Fit:
         self.method, self.means, self.law = method, means, None
         self._flops_per_token = interpolate(means, "flops_per_token")
         measured = means.loss.to_numpy()
-        self._curves = []
+        self._laws = []  # of the measured losses, then of the draws
         optima, fitted = self._fit(measured)
         free = LAW_PARAMETERS if method == "law" else MIN_SIZES * means.budget.nunique()
         found = [optima]
@@ -204,6 +204,7 @@ class Fit:
         start = None if self.law is None else (self.law.a, self.law.b)
         law, fitted = fit_law(self.means, losses, start)
         self.law = self.law or law
+        self._laws.append(law)
         budgets = sorted({*self.means.budget})
         optima = {
             budget: law_optimum(law, self.means, budget, self._flops_per_token)
@@ -214,17 +215,29 @@ class Fit:
     def reaching(self, losses_R):
         """Return (budgets [R], sizes [R]) at which the optimum has these losses.
 
-        Interpolated between the measured budgets in logarithms; NaN beyond them.
+        Interpolated in logarithms between the measured budgets, or budgets of a law close to each
+        other; NaN beyond the measured budgets.
         """
-        budgets = sorted(self.losses)
+        budgets = np.array(sorted(self.losses))
+        if self.method == "law":
+            budgets = np.geomspace(budgets[0], budgets[-1], 9)
         found = np.full((2, len(losses_R)), np.nan)
         for row, target in enumerate(losses_R):
-            curve = np.array([self.losses[budget][row] for budget in budgets])
-            sizes = np.array([self.sizes[budget][row] for budget in budgets])
+            sizes, curve = self._optimum_curve(row, budgets)
             if len(curve) > 1 and np.all(np.diff(curve) < 0) and curve[-1] <= target <= curve[0]:
                 found[0, row] = np.exp(np.interp(-target, -curve, np.log(budgets)))
                 found[1, row] = np.exp(np.interp(-target, -curve, np.log(sizes)))
         return found
+
+    def _optimum_curve(self, row, budgets):
+        """Return (sizes, losses) of the optimum at these budgets, of one row of `losses`."""
+        if self.method == "parabola":
+            return tuple(
+                np.array([of[b][row] for b in budgets]) for of in (self.sizes, self.losses)
+            )
+        law, flops = self._laws[row], self._flops_per_token
+        optima = [law_optimum(law, self.means, budget, flops) for budget in budgets]
+        return tuple(np.array(optima).T)
 
 
 def _draws(means, fitted, free, count, rng):

@@ -106,10 +106,9 @@ def table_of(results, sweep):
             raise UsageError(f"columns[{title!r}]={metrics!r}: no run logs this metric{hint}")
         results[title] = results[known].bfill(axis=1).iloc[:, 0]
         columns[title] = title
-    per_run = pd.DataFrame(
-        results[["name", "seed"]]
-        | {title: results[metric] for title, metric in columns.items() if metric in results}
-    )
+    columns = {"name": "name", "seed": "seed"} | columns
+    known = {title: metric for title, metric in columns.items() if metric in results}
+    per_run = pd.DataFrame({title: results[metric] for title, metric in known.items()})
     groups, rows = per_run.groupby("name", sort=False), []
     stats = {name: _stats(group[LOSS]) for name, group in groups}
     first = next(iter(stats))

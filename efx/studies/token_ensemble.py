@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from efx.cbtm.ensemble import log_weights
+from efx.composition.ensemble import log_weights
 from efx.parallel import sharding
 from efx.studies.token_choices import Row, TokenMap, predictions, rows_of, summary
 from efx.train.step import evaluation_keys
@@ -30,7 +30,7 @@ def token_map(ensemble, config, ids, next_id=None):
     """The `TokenMap` of a text, see `token_choices.token_map`. Unused experts are not loaded.
 
     Args:
-      ensemble: `efx.cbtm.ensemble.Ensemble`. config: its `Config`.
+      ensemble: `efx.composition.ensemble.Ensemble`. config: its `Config`.
     """
     log_w_TE = weights(ensemble, config.ensemble, ids)
     w_TE, length = np.exp(log_w_TE.astype(np.float64)), len(ids)

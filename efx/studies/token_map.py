@@ -20,7 +20,7 @@ import sys
 import numpy as np
 
 from efx import io, run_dir
-from efx.cbtm import CLUSTERS
+from efx.composition import CLUSTERS
 from efx.config.load import config_of_run, to_config
 from efx.errors import UsageError, nearest
 from efx.parallel import sharding
@@ -67,7 +67,7 @@ def map_of_run(workdir, text, step=None):
     """(`TokenMap`, ids, [Piece], description of the model) of a run directory."""
     config = config_of_run(workdir)
     if (pathlib.Path(workdir) / CLUSTERS).is_dir():
-        from efx.cbtm.ensemble import Ensemble
+        from efx.composition.ensemble import Ensemble
 
         config = to_config(config)
         ensemble = Ensemble(config, workdir, step)

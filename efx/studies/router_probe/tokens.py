@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from efx import models, run_dir
-from efx.cbtm import CLUSTERS
+from efx.composition import CLUSTERS
 from efx.config.load import config_of_run
 from efx.errors import UsageError
 from efx.layers.report import CHOICES

@@ -18,11 +18,10 @@ from test_hosts import free_port
 import efx.data
 from efx import api, run_dir
 from efx import main as main_lib
-from efx.cbtm import documents_file, evaluation
-from efx.cbtm import run as cbtm
-from efx.cbtm.documents import SplitDocuments
-from efx.cbtm.ensemble import Ensemble
 from efx.checkpoint import fingerprint
+from efx.composition import cbtm, documents_file, evaluation
+from efx.composition.documents import SplitDocuments
+from efx.composition.ensemble import Ensemble
 from efx.config.load import config_of_run, to_config
 from efx.configs import cbtm as cbtm_config
 from efx.configs import common
@@ -80,9 +79,9 @@ def recipe(tmp_path_factory):
     return str(path / "tiny_cbtm.py")
 
 
-def run_here(title, arguments, log, cpus=None):
-    """In place of `jobs.run_main`: the same command in this process."""
-    return main_lib.main(["efx", *arguments]), "above"
+def run_here(run, cpus, processes):
+    """In place of `runs.start`: the same command in this process."""
+    assert main_lib.main(["efx", *run.arguments]) == 0
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +89,7 @@ def trained(recipe, tmp_path_factory, one_device):
     """(folder, Stages) after the driver has run its commands in this process."""
     folder = tmp_path_factory.mktemp("cbtm") / "all"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cbtm.jobs_lib, "run_main", run_here)
+        patch.setattr(cbtm.runs_lib, "start", run_here)
         assert cbtm.main(["--config", recipe, "--workdir", str(folder)]) == 0
     return folder, cbtm.make_stages(recipe, folder)
 
@@ -115,7 +114,7 @@ def evaluated(folder):
 
 def test_experts_share_the_budget_and_start_from_the_seed_model(trained):
     folder, plan = trained
-    assert [job.steps for job in plan.seed + plan.experts] == [12, 6, 6]
+    assert [run.config().steps for run in plan.seed + plan.experts] == [12, 6, 6]
     records = [run_dir.run_record(job.folder) for job in plan.experts]
     assert records[0]["origin"] == records[1]["origin"]
     assert records[0]["origin"]["step"] == 12
@@ -195,16 +194,15 @@ def test_the_driver_resumes_unfinished_experts_in_processes(
     shutil.rmtree(copy / "expert_0")
     shutil.rmtree(copy / "expert_1/checkpoints/6")
     move(copy / "expert_1", trained[0], copy)
-    run_main, started = cbtm.jobs_lib.run_main, []
+    real, started = cbtm.runs_lib.start, []
 
-    def start(title, arguments, log, cpus=None):
-        started.append(title)
-        real = run_main if title == "expert 1 of 2" else run_here
-        return real(title, arguments, log, cpus)
+    def start(run, cpus, processes):
+        started.append(run.folder.name)
+        return (real if run.folder.name == "expert_1" else run_here)(run, cpus, processes)
 
-    monkeypatch.setattr(cbtm.jobs_lib, "run_main", start)
+    monkeypatch.setattr(cbtm.runs_lib, "start", start)
     assert cbtm.main(["--config", recipe, "--workdir", str(copy)]) == 0, capfd.readouterr()
-    assert started == ["clusters", "expert 0 of 2", "expert 1 of 2", "evaluation"]
+    assert started == [copy.name, "expert_0", "expert_1", copy.name]
     leaves = (
         jax.tree.leaves(setup.finished(config_of_run(folder), folder)[2])
         for folder in (copy / "expert_0", trained[0] / "expert_0")
@@ -326,10 +324,8 @@ def test_any_number_of_experts_costs_the_same(tmp_path, root):
         extra = [f"--config.steps={steps}", f"--config.cluster.count={count}"]
         extra.append("--config.cluster.seed_fraction=0.25")
         plan = cbtm.make_stages(source, tmp_path, extra)
-        assert (plan.seed[0].steps, plan.experts[0].steps) == expected
-        assert plan.seed[0].steps + sum(job.steps for job in plan.experts) <= steps
-        # The driver's settings come after the user's: the last one wins.
-        assert plan.experts[0].config().steps == expected[1]
+        found = [run.config().steps for run in (*plan.seed, *plan.experts)]
+        assert tuple(found[:2]) == expected and sum(found) <= steps
     extra = ["--config.steps=4", "--config.cluster.count=8"]
     refused(lambda: cbtm.make_stages(source, tmp_path, extra), "config.steps=4")
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from efx import models
-from efx.cbtm.ensemble import Ensemble, log_weights, mix_logits
+from efx.composition.ensemble import Ensemble, log_weights, mix_logits
 from efx.config.load import to_config
 from efx.logging import quantity
 from efx.parallel import sharding

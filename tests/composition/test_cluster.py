@@ -8,8 +8,8 @@ pytest.importorskip("sklearn", reason="scikit-learn is not installed (extra stud
 pytest.importorskip("k_means_constrained", reason="not installed (extra studies)")
 
 from efx import main as main_lib
-from efx.cbtm import CLUSTERS, documents_file
-from efx.cbtm import clustering as lib
+from efx.composition import CLUSTERS, documents_file
+from efx.composition import clustering as lib
 from efx.configs import common
 from efx.data.subset import Subset
 

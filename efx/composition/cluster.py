@@ -13,9 +13,9 @@ import jax
 import numpy as np
 
 from efx import io, run_dir
-from efx.cbtm import CLUSTERS, documents_file
-from efx.cbtm.clustering import ABOUT, Clustering, fit_clustering, purity
-from efx.cbtm.documents import SplitDocuments
+from efx.composition import CLUSTERS, documents_file
+from efx.composition.clustering import ABOUT, Clustering, fit_clustering, purity
+from efx.composition.documents import SplitDocuments
 from efx.config import schema
 from efx.config.load import completed, to_config
 from efx.data.sources import document_digest

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from efx import io, models, run_dir
-from efx.cbtm import CLUSTERS, SEED, documents_file, expert_folder
-from efx.cbtm.clustering import Clustering
 from efx.checkpoint import fingerprint, manifest, restore_params
+from efx.composition import CLUSTERS, SEED, documents_file, expert_folder
+from efx.composition.clustering import Clustering
 from efx.config import schema
 from efx.config.load import config_of_run, to_config
 from efx.data import load_tokenizer
@@ -119,7 +119,7 @@ class Ensemble:
         if not (folder / run_dir.CONFIG_FILE).is_file() or not steps:
             raise UsageError(
                 f"{expert} is missing: {folder} has no finished checkpoint; train it, or run "
-                f"python -m efx.cbtm.run to train all missing experts in {self.workdir}"
+                f"python -m efx.composition.cbtm to train all missing experts in {self.workdir}"
             )
         record = run_dir.run_record(folder)
         if record.get("subset") != self.members[j].key:

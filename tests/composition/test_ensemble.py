@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from efx import models
-from efx.cbtm import ensemble as mixtures
-from efx.cbtm.sampling import WeighedExperts
+from efx.composition import ensemble as mixtures
+from efx.composition.sampling import WeighedExperts
 from efx.data.tokenizers import CharTokenizer
 from efx.sampling import Sampler
 

@@ -1,24 +1,22 @@
-"""Adapters trained apart and composed by their gates, against other ways to use them.
+"""PHATGOOSE: adapters trained apart and composed by their gates, against other ways to use them.
 
-    python -m efx.studies.phatgoose --config configs/phatgoose.py --workdir runs/phatgoose
+    python -m efx.composition.phatgoose --workdir runs/phatgoose
 
-For each seed: a base model; for each domain an adapter and its gates; then, without training, the
-composition by top-k and the uniform merge; and, trained on a mixture of the domains, gates trained
-together, entrances that may leave an expert out, and one adapter for everything as the control.
-Each run is a separate `python -m efx.main`, so an interrupted study continues where it stopped.
-Held-out losses of all of them on every domain go to WORKDIR/table.md and table.json; "oracle" is
-each domain's own adapter. Arguments after `--` go to every run; those that begin with a name, as in
-`adapter:--config.steps=50`, go to the runs whose name begins with it (base, adapter, gate, compose,
-uniform, joint, inclusion).
+For each seed: a base model; for each domain an adapter and its gates; without training, their
+composition by top-k and their uniform merge; and, trained on a mixture of the domains, gates
+trained together, adapters that select tokens, and one adapter for everything as the control.
+WORKDIR/table.md has held-out losses on every domain; "oracle" is each domain's own adapter.
+Arguments after `--` go to every run, or, as in `adapter:--config.steps=50`, to the runs whose name
+begins so (base, adapter, gate, compose, uniform, joint, inclusion).
 """
 
 import sys
 
-from efx.studies import composition
+from efx.composition import study as study_lib
 
 
 def run(study):
-    """{row: {column: held-out loss}} of one seed."""
+    """Make the runs of one seed; returns {row: {domain: held-out loss}}."""
     base = study.run("base", "", study.base)
     experts = []
     for name, source in study.domains.items():
@@ -36,17 +34,17 @@ def run(study):
     for name in study.domains:
         rows[f"adapter {name}"] = study.row(f"adapter_{name}")
     losses_of_own_adapters = {name: rows[f"adapter {name}"][name] for name in study.domains}
-    rows["oracle: the domain's own adapter"] = composition.losses(losses_of_own_adapters)
+    rows["oracle: the domain's own adapter"] = study_lib.losses(losses_of_own_adapters)
     rows["one adapter on the mixture"] = study.row("adapter_of_all")
     rows["uniform merge"] = study.row("uniform")
     rows["gates, each trained alone (PHATGOOSE)"] = study.row("compose")
     rows["gates trained together"] = study.row("joint")
-    rows["entrances that may leave out"] = study.row("inclusion")
+    rows["adapters that select tokens"] = study.row("inclusion")
     return rows
 
 
 def main(argv=None):
-    return composition.main("phatgoose", __doc__, run, argv)
+    return study_lib.main("phatgoose", __doc__, run, argv)
 
 
 if __name__ == "__main__":

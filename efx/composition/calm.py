@@ -1,27 +1,24 @@
-"""A model that reads others through bridges, against other ways to use them.
+"""CALM: a model that reads others through bridges, against other ways to use them.
 
-    python -m efx.studies.calm --config configs/calm.py --workdir runs/calm
+    python -m efx.composition.calm --workdir runs/calm
 
-For each seed: an anchor, trained on the source --base; a smaller model for each domain, trained on
-nothing else; then, on a mixture of the base's and the domains' training parts, the bridges between
-the frozen anchor and all of these, and as the control the anchor itself, trained for as many more
-steps. Each run is a separate `python -m efx.main`, so an interrupted study continues where it
-stopped. Held-out losses of all of them on every domain go to WORKDIR/table.md and table.json; "best
-single" is for each domain the best of the anchor and the domains' models. Arguments after `--` go
-to every run; those that begin with a name, as in `bridge:--config.steps=50`, go to the runs whose
-name begins with it (anchor, augment, finetune, bridge).
+For each seed: an anchor on the source --base; a smaller model for each domain; then, on a mixture
+of all training parts, the bridges between these frozen models, and as the control the anchor
+trained for as many more steps. WORKDIR/table.md has held-out losses on every domain; "best single"
+is the best of the anchor and the domains' models. Arguments after `--` go to every run, or, as in
+`bridge:--config.steps=50`, to the runs whose name begins so (anchor, augment, finetune, bridge).
 """
 
 import sys
 
+from efx.composition import study as study_lib
 from efx.errors import UsageError
-from efx.studies import composition
 
 BASE = "base"  # the anchor's own domain, in the table
 
 
 def run(study):
-    """{row: {column: held-out loss}} of one seed."""
+    """Make the runs of one seed; returns {row: {domain: held-out loss}}."""
     if BASE in study.domains:
         raise UsageError(
             f"--domain={BASE}=...: this name is taken by the anchor's own domain; use another"
@@ -41,14 +38,14 @@ def run(study):
     for name in domains:
         rows[f"model of {name}"] = study.row(f"augment_{name}")
     best_losses = {name: min(row[name] for row in rows.values()) for name in study.domains}
-    rows["best single"] = composition.losses(best_losses)
+    rows["best single"] = study_lib.losses(best_losses)
     rows["anchor, trained on with the mixture"] = study.row("finetune")
     rows["bridges on the mixture (CALM)"] = study.row("bridge")
     return rows
 
 
 def main(argv=None):
-    return composition.main("calm", __doc__, run, argv)
+    return study_lib.main("calm", __doc__, run, argv)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from efx.cbtm.documents import SplitDocuments
-from efx.cbtm.ensemble import Ensemble, load_run, log_weights, mix
+from efx.composition.documents import SplitDocuments
+from efx.composition.ensemble import Ensemble, load_run, log_weights, mix
 from efx.config.load import to_config
 from efx.data.sources import document_digest
 from efx.errors import UsageError

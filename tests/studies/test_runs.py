@@ -1,0 +1,228 @@
+"""Runs of studies: checks before the first one, processes, signals; and sweeps over them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pandas as pd
+import pytest
+from refusals import refused
+from study_helpers import error_line
+
+from efx import main
+from efx.composition import calm, cbtm, cbtm_table, phatgoose
+from efx.parallel import signals
+from efx.studies import conversion, coord_check, isoflop, sweep
+from efx.studies import runs as runs_lib
+
+SWEEP = """
+def get_sweep():
+    changes = {"model.depth": 2, "model.width": 16, "model.attention.num_heads": 1, "steps": STEPS,
+               "data.max_bytes": 100000, "evaluate.max_batches": 1, "sample.max_new_tokens": 2}
+    runs = {"MoD": changes, "dense": changes | {"model.depth_routing.kind": "none"}}
+    return dict(config="mod:smoke", seeds=(0, 1), equal="flops", runs=runs,
+                columns={"selected": "eval/router/routed_fraction"})
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(root, monkeypatch):
+    monkeypatch.chdir(root)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The names of the runs that were made, each in this process."""
+    names = []
+
+    def start(run, cpus, processes):
+        names.append(run.name)
+        assert main.main(["efx", *run.arguments]) == 0
+
+    monkeypatch.setattr(runs_lib, "start", start)
+    return names
+
+
+def test_a_sweep_from_runs_to_table(tmp_path, started, one_device):
+    path, workdir = tmp_path / "sweep.py", tmp_path / "w"
+    path.write_text(SWEEP.replace("STEPS", "3"))
+    argv = [f"--sweep={path}", f"--workdir={workdir}"]
+    assert sweep.main(argv) == 0
+    assert started == ["MoD, seed 0", "dense, seed 0", "MoD, seed 1", "dense, seed 1"]
+    table = pd.read_csv(workdir / "table.csv")
+    flops = table.groupby("name")["training FLOPs"].mean()
+    assert abs(flops["dense"] / flops["MoD"] - 1) < 0.5  # of three steps
+    assert table.set_index("name").selected.isna()["dense"].all()
+    text = (workdir / "table.md").read_text()
+    assert "±" in text and "minus MoD" in text
+    assert sweep.main(argv) == 0 and len(started) == 4  # finished runs are not repeated
+
+
+def test_equal_tokens_are_steps_of_each_batch(tmp_path, monkeypatch):
+    results = pd.DataFrame([{"tokens": 10 * 8 * 64, "flops": 7.0}])
+    monkeypatch.setattr(runs_lib, "results", lambda runs: results)
+    size = {"data.batch_size": 4, "data.seq_len": 32}
+    spec = {"config": "mod:smoke", "seeds": (0,), "equal": "tokens"}
+    spec |= {"runs": {"first": size, "second": size}}
+    first = sweep.make_runs(spec, tmp_path)[0]
+    budget = sweep.equal_budget(spec, tmp_path, (), first)
+    second = sweep.make_runs(spec, tmp_path, (), budget)[1]
+    assert second.config().steps == 40 and first.config().steps != 40
+
+
+@pytest.mark.parametrize("runs, name", [
+    ({"lr +1": {}, "lr -1": {}}, "lr -1"),  # one directory for both
+    ({"a": {}, "b": {"model.depht": 2}}, "config.model.depht"),
+    ({"a": {}, "b": {"model.depth": 0}}, "config.model.depth=0"),
+    ({"a": {}, "b": {"data.source": "text:none.txt"}}, "text:none.txt"),
+])  # fmt: skip
+def test_each_run_is_checked_before_the_first_starts(runs, name, tmp_path, capsys, started):
+    path = tmp_path / "sweep.py"
+    spec = f"dict(config='mod:smoke', seeds=(0,), equal='', runs={runs!r}, columns={{}})"
+    path.write_text(f"def get_sweep():\n    return {spec}\n")
+    assert sweep.main([f"--sweep={path}", f"--workdir={tmp_path}/w"]) == 2
+    error_line(capsys, name)
+    assert not started
+
+
+MOD_TABLE, GRID = "--sweep=configs/sweeps/mod_table.py", "--grid=configs/sweeps/isoflop.py"
+
+
+@pytest.mark.parametrize("study, arguments, extra, name", [
+    (phatgoose, [], "bse:--config.steps=3", "'bse'"),
+    (phatgoose, [], "base:--config.stps=3", "--config.stps"),
+    (phatgoose, [], "--workdir=x", "--workdir=x"),
+    (phatgoose, ["--domain=x=text:none", "--domain=y=stdlib"], "--config.steps=3", "text:none"),
+    (phatgoose, ["--domain=a"], "--config.steps=3", "--domain"),
+    (phatgoose, ["--seeds=0,0"], "--config.steps=3", "--seeds=0,0"),
+    (calm, ["--domain=base=text:x"], "--config.steps=3", "--domain"),
+    (calm, [], "bridge:--config.optim.learning_rate=-1", "config.optim.learning_rate"),
+    (cbtm, ["--config=configs/cbtm.py"], "--config.stps=3", "config.stps"),
+    (cbtm_table, [], "--config.seed=3", "--config.seed=3"),
+    (conversion, ["--fractions=a"], "--config.steps=3", "--fractions"),
+    (sweep, [MOD_TABLE], "--config.seed=3", "--config.seed=3"),
+    (sweep, ["--sweep=nowhere.py"], "--config.steps=3", "nowhere.py"),
+    (isoflop, [GRID], "--config.stps=3", "steps"),
+    (isoflop, [GRID, "--jobs=0"], "--config.steps=3", "--jobs=0"),
+])  # fmt: skip
+def test_bad_arguments_of_studies_are_refused(study, arguments, extra, name, tmp_path, capsys,
+                                              started):  # fmt: skip
+    assert study.main([*arguments, f"--workdir={tmp_path}/w", "--", extra]) == 2
+    error_line(capsys, name)
+    assert not started and not (tmp_path / "w").exists()
+
+
+@pytest.mark.parametrize("study", [sweep, cbtm, coord_check])
+def test_misspelt_flags_of_studies_are_refused(study, capsys):
+    with pytest.raises(SystemExit) as end:
+        study.main(["--wokdir=x"])
+    assert end.value.code == 2
+    error_line(capsys, "--wokdir")
+
+
+def test_runs_of_different_texts_are_not_compared():
+    rows = [
+        {"name": "a", "text": "1", "tokenizer": "t"},
+        {"name": "b", "text": "2", "tokenizer": "t"},
+    ]
+    refused(lambda: runs_lib.check_comparable(pd.DataFrame(rows)), "'a'", "'b'", "text")
+
+
+# ---- processes ---------------------------------------------------------------------------------
+
+# Replaces Python: a run that marks its state, and saves for half a second on a signal.
+RUN = """#!{python}
+import os, pathlib, signal, sys, time
+mark = pathlib.Path(__file__).parent / f"run_{{os.getpid()}}"
+def save(number, frame):
+    signal.signal(number, signal.SIG_IGN)
+    time.sleep(0.5)
+    mark.write_text(f"saved by {{signal.Signals(number).name}}")
+    sys.exit(0)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, save)
+sys.path.insert(0, os.getcwd())
+from efx.parallel.signals import end_with_starter
+end_with_starter()
+mark.write_text("runs")
+time.sleep(60)
+"""
+STUDY = """
+import pathlib, sys
+from efx.studies import cli, runs
+sys.executable = sys.argv[1]
+folder = pathlib.Path(sys.argv[1]).parent
+all_runs = [runs.Run(f"run {i}", folder / str(i), ()) for i in range(4)]
+def study(arguments):
+    runs.run_all(all_runs, 2)
+sys.exit(cli.Parser("x", "").run(study, []))
+"""
+
+
+def marks(folder):
+    return [path.read_text() for path in folder.glob("run_*")]
+
+
+def wait_until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def study_process(tmp_path, root):
+    """A study with two runs at a time, both of which have started."""
+    run = tmp_path / "run"
+    run.write_text(RUN.format(python=sys.executable))
+    run.chmod(0o755)
+    study = subprocess.Popen(
+        [sys.executable, "-c", STUDY, str(run)], cwd=root, text=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    wait_until(lambda: study.poll() is not None or marks(tmp_path) == ["runs"] * 2)
+    assert study.poll() is None
+    return study
+
+
+def test_a_signal_to_a_study_ends_its_runs(study_process, tmp_path):
+    """The runs save and end before the study does, and no other one starts."""
+    study_process.send_signal(signal.SIGTERM)  # to the study alone, as a batch system does
+    _, lines = study_process.communicate(timeout=30)
+    assert marks(tmp_path) == ["saved by SIGTERM"] * 2
+    assert study_process.returncode == 128 + signal.SIGTERM, lines
+    assert lines.count("\n") == 1
+
+
+def test_a_study_that_is_killed_leaves_no_run_behind(study_process, tmp_path):
+    study_process.kill()
+    study_process.wait()
+    wait_until(lambda: marks(tmp_path) == ["saved by SIGTERM"] * 2)
+
+
+def test_a_failed_run_ends_the_study_and_names_its_log(tmp_path, monkeypatch):
+    program = tmp_path / "fails"
+    program.write_text("#!/bin/sh\necho reason; exit 9\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    runs = [runs_lib.Run(f"run {i}", tmp_path / str(i), ()) for i in range(9)]
+    refused(lambda: runs_lib.run_all(runs, 2), "status 9", ".log")
+    logs = [path.read_text() for path in tmp_path.glob("*.log")]
+    assert 1 <= len(logs) <= 2 and logs[0] == "reason\n"
+
+
+def test_a_run_ends_when_its_study_has_ended(monkeypatch):
+    reader, writer = os.pipe()
+    monkeypatch.setenv(signals.PARENT_PIPE, str(reader))
+    caught = []
+    before = signal.signal(signal.SIGTERM, lambda *_: caught.append(1))
+    try:
+        assert main.main(["efx", "--help"]) == 0
+        assert signals.PARENT_PIPE not in os.environ and not caught
+        os.close(writer)
+        wait_until(lambda: caught)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        os.close(reader)
