@@ -121,7 +121,7 @@ def _check_flags(values):
     if mode in ("train", "compose") and run_dir.holds_clustering(workdir):
         raise UsageError(
             f"--workdir={workdir} has a clustering; its runs are in directories below it: "
-            "start them with python -m efx.composition.cbtm (--commands lists them)"
+            "start them with python -m efx.composition.cbtm (--print-commands lists them)"
         )
     if mode == "compile":
         if values.topology is None:

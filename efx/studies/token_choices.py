@@ -4,7 +4,6 @@ The decisions are the causal ones of evaluation and sampling, as modules report 
 collection `choices` (see `efx.layers.report`).
 """
 
-import dataclasses
 import itertools
 import re
 from typing import NamedTuple
@@ -19,53 +18,19 @@ from efx.errors import UsageError
 from efx.layers.report import CHOICES
 from efx.layers.stack import label
 
-
-class Quantity(NamedTuple):
-    """Meaning of the values of a row.
-
-    Attributes:
-      title: short name. about: description.
-      kind: "flag": 0 or 1; "count": 0, 1, 2, ...; "class": an index, such as of an expert;
-        "fraction": in [0, 1]; "number".
-      words: for 0 and 1, of flags and of fractions that may all be 0 or 1.
-      by_row: each row has a scale of its own.
-    """
-
-    title: str
-    about: str
-    kind: str
-    words: tuple = ()
-    by_row: bool = False
-
-
-# In the order of the page; it first shows the first one that a model has.
+# {quantity: (kind of its values, meaning)}, in the order of the page.
 QUANTITIES = {
-    "computed": Quantity(
-        "computed", "whether it is computed for the token", "flag", ("skipped", "computed")
-    ),
-    "kept": Quantity(
-        "kept by masks",
-        "fraction of the token's entries that the mask keeps",
-        "fraction",
-        ("closed", "kept"),
-    ),
-    "experts": Quantity("number of experts", "how many experts compute the token", "count"),
-    "weight": Quantity("expert weights", "weight of the expert for the next token", "fraction"),
-    "gate": Quantity("gate", "factor on the output of the block for the token", "number"),
-    "expert": Quantity("which expert", "the expert of the largest weight", "class"),
-    "heaviest": Quantity("largest weight", "weight of that expert", "fraction"),
-    "noop": Quantity("no-op choices", "how many of its choices compute nothing", "count"),
-    "full": Quantity("dropped choices", "how many of its experts were over capacity", "count"),
-    "score": Quantity(
-        "router score", "compared with 0 by the causal decision", "number", by_row=True
-    ),
-    "selected": Quantity(
-        "selected",
-        "whether the decision selects the token, before the capacity limit",
-        "flag",
-        ("not selected", "selected"),
-    ),
-    "mask": Quantity("mean of the mask", "mean factor of the mask on the token", "fraction"),
+    "computed": ("flag", "whether the block computes the token"),
+    "kept": ("fraction", "fraction of the token's entries that the mask keeps"),
+    "experts": ("count", "number of experts that compute the token"),
+    "gate": ("number", "factor on the block's output for the token"),
+    "expert": ("class", "the expert of the largest weight"),
+    "heaviest": ("fraction", "weight of that expert"),
+    "noop": ("count", "number of choices that compute nothing"),
+    "full": ("count", "number of chosen experts that were over capacity"),
+    "score": ("number", "router score, which the causal decision compares with 0"),
+    "selected": ("flag", "whether the decision selects the token, before the capacity limit"),
+    "mask": ("fraction", "mean factor of the mask on the token"),
 }
 
 
@@ -82,43 +47,26 @@ class Row(NamedTuple):
     values_T: np.ndarray
 
 
-@dataclasses.dataclass
-class TokenMap:
-    """The map of T tokens.
+class TokenMap(NamedTuple):
+    """The decisions about T tokens.
 
     Attributes:
       rows: [Row], in order of computation.
-      served: {name of a row of experts: [T] lists of (expert, weight)}.
       entropy_T: entropy of the predicted next token, in nats.
-      loss_T: loss of the next token, in nats; NaN if the token is unknown.
+      loss_T: loss of the next token, in nats; NaN if that token is unknown.
     """
 
     rows: list
-    served: dict
     entropy_T: np.ndarray
     loss_T: np.ndarray
 
     def of(self, quantity):
-        """{name: values} of the rows of one quantity."""
+        """Return {name: values} of the rows of one quantity."""
         return {row.name: row.values_T for row in self.rows if row.quantity == quantity}
-
-    @property
-    def quantities(self):
-        """{name: Quantity} of the rows, in order. Fractions that are all 0 or 1 become flags if
-        they have words for that."""
-        present = {}
-        for name, quantity in QUANTITIES.items():
-            rows = list(self.of(name).values())
-            if not rows:
-                continue
-            if quantity.words and (np.isin(rows, (0.0, 1.0)) | np.isnan(rows)).all():
-                quantity = quantity._replace(kind="flag")
-            present[name] = quantity
-        return present
 
 
 def token_map(model, variables, ids, keys=None, next_id=None):
-    """The `TokenMap` of one text.
+    """Return the TokenMap of one text.
 
     Args:
       variables: all collections of the model. ids: [T] tokens, at most `model.context` of them.
@@ -127,15 +75,20 @@ def token_map(model, variables, ids, keys=None, next_id=None):
 
     Raises: UsageError if the model makes no decision per token.
     """
-    prediction, decisions = predictions(model, variables, ids, keys)
-    rows, served = rows_of(model, decisions, len(ids))
+    log_p_TV, decisions = predictions(model, variables, ids, keys)
+    rows = rows_of(model, decisions, len(ids))
     if not rows:
         raise UsageError(
             "config.model.depth_routing.kind='none': the model makes no decision per token; use "
             "one with depth routing, experts, learned dropout or gates"
         )
-    entropy_T, loss_T = summary(prediction, ids, next_id)
-    return TokenMap(rows, served, entropy_T, loss_T)
+    p_TV = np.exp(log_p_TV := np.asarray(log_p_TV, np.float64))
+    entropy_T = -np.sum(np.where(p_TV > 0, p_TV * log_p_TV, 0.0), axis=-1)
+    following_T = np.array([*map(int, ids[1:]), 0 if next_id is None else int(next_id)])
+    loss_T = -np.take_along_axis(log_p_TV, following_T[:, None], axis=-1)[:, 0]
+    if next_id is None:
+        loss_T[-1] = np.nan
+    return TokenMap(rows, entropy_T, loss_T)
 
 
 class Decisions(NamedTuple):
@@ -151,7 +104,7 @@ class Decisions(NamedTuple):
 
 
 def predictions(model, variables, ids, keys=None):
-    """(log p [T, V] of the next tokens, on the device; `Decisions`)."""
+    """Return (log p [T, V] of the next tokens, Decisions)."""
     variables = models.unroll_variables(model, variables)
     model, calls = models.unrolled(model).clone(selection="causal"), {}
     counter = itertools.count()
@@ -178,29 +131,12 @@ def _choices(tree, path):
             yield from _choices(inner, (*path, name))
 
 
-def summary(log_p_TV, ids, next_id=None):
-    """(entropy [T], loss [T]) of these predictions."""
-    next_T = np.array([*map(int, ids[1:]), 0 if next_id is None else int(next_id)], np.int32)
-    entropy_T, loss_T = _entropy_and_loss(log_p_TV, next_T)
-    loss_T = np.array(loss_T, np.float64)
-    if next_id is None:
-        loss_T[-1] = np.nan
-    return np.asarray(entropy_T, np.float64), loss_T
-
-
-@jax.jit
-def _entropy_and_loss(log_p_TV, next_T):
-    p_TV = jnp.exp(log_p_TV)
-    entropy_T = -jnp.sum(jnp.where(p_TV > 0, p_TV * log_p_TV, 0.0), axis=-1)
-    return entropy_T, -jnp.take_along_axis(log_p_TV, next_T[:, None], axis=-1)[:, 0]
-
-
 # ---- rows ----------------------------------------------------------------------------------------
 
 
 def rows_of(model, decisions, length):
-    """([Row], `TokenMap.served`) of all decisions of a pass, in order of computation."""
-    model, rows, served = models.unrolled(model), [], {}
+    """Return [Row] of all decisions of a pass, in order of computation."""
+    model, rows = models.unrolled(model), []
 
     def add(order, name, quantity, values_T):
         rows.append((order, Row(name, quantity, values_T)))
@@ -216,10 +152,6 @@ def rows_of(model, decisions, length):
                 used_TE = value_T if used is None else on_tokens(model, path, used[i], length)
                 for quantity, values_T in _of_experts(value_T, used_TE > 0).items():
                     add(order, name, quantity, values_T)
-                served[name] = [
-                    [(int(e), float(value_T[t, e])) for e in np.flatnonzero(used_TE[t] > 0)]
-                    for t in range(length)
-                ]
             elif kind == "mlp_computed":
                 add(order, f"{name} mlp", "computed", value_T)
             elif kind != "served":
@@ -233,12 +165,14 @@ def rows_of(model, decisions, length):
         for row in rows
     ]
     redundant = _redundant_quantities(rows)
-    return [row for row in rows if row.quantity not in redundant], served
+    return [row for row in rows if row.quantity not in redundant]
 
 
 def _exited_before(rows):
-    """{step of a recursion: [T] whether an earlier step skipped the token}, so that this step made
-    no decision about it."""
+    """Return {recursion step: [T] whether an earlier step skipped the token}.
+
+    The step then made no decision about it.
+    """
     computed = {row.name: row.values_T for row in rows if row.quantity == "computed"}
     exited, exited_T = {}, np.array(False)
     for name in computed:
@@ -249,7 +183,7 @@ def _exited_before(rows):
 
 
 def _of_experts(weights_TE, used_TE):
-    """{quantity: [T]} from the weights of experts and whether these compute the token."""
+    """Return {quantity: [T]} from the experts' weights and whether they compute the token."""
     valid_T, any_T = ~np.isnan(weights_TE[:, 0]), used_TE.any(axis=-1)
     weights_TE = np.where(used_TE, weights_TE, -1.0)
     return {
@@ -260,8 +194,10 @@ def _of_experts(weights_TE, used_TE):
 
 
 def _redundant_quantities(rows):
-    """Quantities without information about this text: all selected tokens are computed, masks are
-    0 or 1, no choice is dropped or a no-op."""
+    """Return the quantities that say nothing about this text.
+
+    All selected tokens are computed, masks are 0 or 1, no choice is dropped or a no-op.
+    """
     values = {(row.name, row.quantity): row.values_T for row in rows}
     same = {"selected": "computed", "mask": "kept"}
     redundant = {*same, "full", "noop"}
@@ -273,14 +209,14 @@ def _redundant_quantities(rows):
 
 
 def model_parts(model):
-    """[(prefix of its paths, model)] of a model, or of the members of a composed one."""
+    """Return [(prefix of its paths, model)] of a model, or of a composed one's members."""
     if not model.members:
         return [("", model)]
     return [(f"{name}/", member) for name, (member, _) in model.members.items()]
 
 
 def on_tokens(model, path, choice, length):
-    """float64 [T, ...]: the value of a `Choice` at each token; NaN without one."""
+    """Return the value of a `Choice` at each token, float64 [T, ...]; NaN without one."""
     value = np.asarray(choice.value, np.float64)
     parts = model_parts(model)
     prefix, part = next((prefix, part) for prefix, part in parts if path.startswith(prefix))
@@ -293,5 +229,5 @@ def on_tokens(model, path, choice, length):
 
 
 def row_name(path):
-    """`block_3 mlp_output`, `embedding`, `block_0 decoder`, `block_1 attention query`."""
+    """Return the name of a row, e.g. `block_3 mlp_output` or `block_0 decoder`."""
     return " ".join(name for name in label(path).split("/") if name != "adapter")

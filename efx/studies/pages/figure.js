@@ -1,3 +1,0 @@
-efx.block("figure.js", (element, { traces, layout }) => {
-  efx.plot(element.querySelector(".figure"), traces, layout)
-})

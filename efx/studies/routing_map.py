@@ -1,0 +1,133 @@
+"""A page that shows what each block does with each token of a text.
+
+    python -m efx.studies.routing_map runs/mod --text 'def f(x):' --out map.html
+
+For runs with decisions per token: depth routing, experts, learned dropout, gates, composed adapters.
+The page needs a browser and nothing else. It colours the text by one row: how many routed blocks
+compute the token, its entropy or loss, or what a block decides (computed or skipped, experts, the
+kept fraction of masks, router scores). The decisions are the causal ones of evaluation and
+sampling. All numbers are also in a CSV file beside the page, a line for each token.
+"""
+
+import html
+import json
+import math
+import pathlib
+import sys
+
+import numpy as np
+import pandas as pd
+
+from efx import io, run_dir
+from efx.config.load import config_of_run
+from efx.errors import UsageError
+from efx.parallel import sharding
+from efx.studies import cli, token_choices, token_text
+from efx.train import setup
+from efx.train.step import evaluation_keys
+
+TEMPLATE = pathlib.Path(__file__).with_suffix(".html")
+
+
+def map_of_run(workdir, text=None, tokens=512, step=None):
+    """Return (TokenMap, ids, texts of the tokens, checkpoint step).
+
+    Args:
+      text: None: the start of the held-out split, `tokens` of them.
+    """
+    if run_dir.holds_clustering(workdir):
+        raise UsageError(f"{workdir} is an ensemble of cBTM; use the run directory of one expert")
+    config = config_of_run(workdir)
+    splits = ("eval",) if text is None else ()
+    built, step, params, variables = setup.finished(config, workdir, step, splits)
+    if text is None:
+        ids, following = _held_out(built.data, min(tokens, built.model.context))
+    else:
+        ids, following = [*built.tokenizer.start, *built.tokenizer.encode(text).tolist()], None
+    if not 1 <= len(ids) <= built.model.context:
+        raise UsageError(f"--text: {len(ids)} tokens; use 1 to {built.model.context}")
+    variables = sharding.gather({"params": params, **variables})
+    keys = evaluation_keys(config.seed, 0)
+    made = token_choices.token_map(built.model, variables, ids, keys, following)
+    return made, [int(i) for i in ids], token_text.texts(built.tokenizer, ids), step
+
+
+def _held_out(data, count):
+    """Return (the first tokens of the held-out split, of one document; the token after them)."""
+    batch = next(iter(data.eval_batches(1, 1)))
+    ids_T, target_T = batch["inputs"][0], batch["targets"][0]
+    end = min(count, int(np.sum(batch["weights"][0])))  # a text may be shorter than a row
+    if "segment_ids" in batch:
+        segment_T = batch["segment_ids"][0]
+        end = min(end, int(np.argmin(np.append(segment_T == segment_T[0], False))))
+    return ids_T[:end].tolist(), int(target_T[end - 1])
+
+
+def rows_of_page(made):
+    """Return the rows of the page: {name, quantity, kind, meaning, values}, the summaries first."""
+    rows = []
+
+    def add(name, quantity, kind, meaning, values_T):
+        values = [None if math.isnan(x) else float(f"{x:.4g}") for x in values_T]
+        rows.append({"name": name, "quantity": quantity, "kind": kind, "meaning": meaning}
+                    | {"values": values})  # fmt: skip
+
+    if computed := made.of("computed"):
+        depth_T = np.nansum(list(computed.values()), axis=0)
+        add(
+            "all routed blocks",
+            "computed",
+            "count",
+            "number of blocks that compute the token",
+            depth_T,
+        )
+    add(
+        "model", "entropy", "number", "entropy of the predicted next token, in nats", made.entropy_T
+    )
+    add("model", "loss", "number", "loss of the next token, in nats", made.loss_T)
+    for row in made.rows:
+        add(row.name, row.quantity, *token_choices.QUANTITIES[row.quantity], row.values_T)
+    return rows
+
+
+def page(workdir, text=None, tokens=512, step=None):
+    """Return (the page as HTML, its rows as a DataFrame)."""
+    made, ids, texts, step = map_of_run(workdir, text, tokens, step)
+    rows = rows_of_page(made)
+    name = pathlib.Path(workdir).resolve().name
+    data = {"title": f"Routing map of {name}", "about": f"step {step}, {len(ids)} tokens"}
+    data |= {"tokens": texts, "ids": ids, "rows": rows}
+    # "<" could end the script.
+    script = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+    table = pd.DataFrame({f"{row['name']} {row['quantity']}": row["values"] for row in rows})
+    table.insert(0, "token", texts)
+    return TEMPLATE.read_text(encoding="utf-8").replace("/*DATA*/ null", script), table
+
+
+def frame(text, height=700):
+    """Return HTML that shows a page within a notebook, for `IPython.display.HTML`."""
+    return f'<iframe style="width: 100%; height: {height}px; border: 0" srcdoc="{html.escape(text)}"></iframe>'
+
+
+def study(arguments):
+    run_dir.recorded_config(arguments.run)
+    out = cli.output_file(arguments.out, ".html")
+    text, table = page(arguments.run, arguments.text, arguments.tokens, arguments.step)
+    io.write_atomic(out, text)
+    table.to_csv(out.with_suffix(".csv"), index=False, errors="backslashreplace")
+    print(table.mean(numeric_only=True).to_string(float_format="{:.3f}".format))
+    print(f"written: {out}, {out.with_suffix('.csv')}")
+
+
+def main(argv=None):
+    parser = cli.Parser("efx.studies.routing_map", __doc__)
+    parser.add_argument("run", metavar="RUN", help="run directory")
+    parser.add_argument("--text", help="the text (default: the start of the held-out split)")
+    parser.add_argument("--tokens", type=int, default=512, help="of the held-out split")
+    parser.add_argument("--out", default="routing_map.html", help="page (default: %(default)s)")
+    parser.add_argument("--step", type=int, help="checkpoint (default: the newest)")
+    return parser.run(study, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
