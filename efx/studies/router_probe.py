@@ -36,7 +36,7 @@ from efx.train.step import evaluation_keys
 
 BINS = 32  # of equally many tokens, for numeric features
 FEATURES = {
-    "position": ["position_bin"],
+    "position": ["position"],
     "token": ["token"],
     "previous_token": ["previous"],
     "bigram": ["token", "bigram"],
@@ -44,8 +44,8 @@ FEATURES = {
     "entropy": ["entropy_bin"],
     "loss": ["loss_bin"],
 }
-NUMERIC = ("position", "frequency", "entropy", "loss")
-ALL = ["token", "previous", "bigram", *(f"{name}_bin" for name in NUMERIC)]
+NUMERIC = ("frequency", "entropy", "loss")
+ALL = ["position", "token", "previous", "bigram", *(f"{name}_bin" for name in NUMERIC)]
 
 
 def measure(workdir, num_tokens, step=None):
@@ -161,6 +161,7 @@ def prediction_loss(y, predicted, is_choice, certain):
 def probe(tokens, computed_N, score_N=None):
     """Return {figure: value} of one block."""
     from scipy.stats import spearmanr
+    from threadpoolctl import threadpool_limits
 
     decided = ~np.isnan(computed_N)
     tokens = with_bins(tokens[decided].reset_index(drop=True))
@@ -170,14 +171,16 @@ def probe(tokens, computed_N, score_N=None):
     targets = {"": (computed_N[decided], True)}
     if score_N is not None:
         targets["score_"] = (score_N[decided], False)
-    for prefix, (y, is_choice) in targets.items():
-        for name, columns in FEATURES.items():
-            figures[prefix + name] = explained(tokens, y, columns, is_choice)
-        bigram = figures[f"{prefix}bigram"]
-        for name in ("entropy", "loss"):
-            both = explained(tokens, y, [*FEATURES["bigram"], f"{name}_bin"], is_choice)
-            figures[f"{prefix}{name}_beyond_bigram"] = both - bigram
-        figures[f"{prefix}all"] = explained(tokens, y, ALL, is_choice)
+    # Threads would wait for each other: the trees are small.
+    with threadpool_limits(1):
+        for prefix, (y, is_choice) in targets.items():
+            for name, columns in FEATURES.items():
+                figures[prefix + name] = explained(tokens, y, columns, is_choice)
+            bigram = figures[f"{prefix}bigram"]
+            for name in ("entropy", "loss"):
+                both = explained(tokens, y, [*FEATURES["bigram"], f"{name}_bin"], is_choice)
+                figures[f"{prefix}{name}_beyond_bigram"] = both - bigram
+            figures[f"{prefix}all"] = explained(tokens, y, ALL, is_choice)
     figures["entropy_correlation"] = spearmanr(computed_N[decided], tokens.entropy).statistic
     return figures
 

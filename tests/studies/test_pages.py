@@ -18,7 +18,7 @@ pytest.importorskip("plotly", reason="the extra `studies` is not installed")
 T = 24
 
 
-def decisions_and_stats(name):
+def a_pass(name):
     """(TokenMap, statistics that evaluation logs) of one pass of a row of families."""
     model = families.build(name)
     variables = {"params": families.random_params(model, 0), **families.random_state(model)}
@@ -29,25 +29,21 @@ def decisions_and_stats(name):
     return made, by_layer(jax.device_get(sown["stats"]), model)
 
 
-@pytest.mark.parametrize("name", ["mod", "recursion"])
-def test_the_map_agrees_with_the_statistics_of_evaluation(name):
-    made, stats = decisions_and_stats(name)
-    computed = made.of("computed")
-    assert computed and 0 < np.nanmean(list(computed.values())) < 1
-    logged = [float(value) for key, value in stats.items() if "routed_fraction" in key]
-    means = [np.nan_to_num(values_T).mean() for values_T in computed.values()]
-    assert any(np.isclose(means, value, atol=1e-6).any() for value in logged), (means, stats.keys())
-
-
-def test_the_map_has_the_rows_of_each_kind_of_decision():
-    for name, quantity in (("moe", "experts"), ("masks", "kept"), ("mod", "score")):
-        made = token_choices.token_map(
-            model := families.build(name),
-            {"params": families.random_params(model, 0), **families.random_state(model)},
-            families.tokens(batch=1, length=T, seed=3)[0],
-            families.keys(),
+def test_the_map_agrees_with_the_statistics_of_evaluation():
+    made, stats = a_pass("mod")
+    for name, computed_T in made.of("computed").items():
+        decided, overflow = (
+            float(stats[f"router/{kind}_fraction/{name}"]) for kind in ("decided", "overflow")
         )
-        assert made.of(quantity), (name, {row.quantity for row in made.rows})
+        np.testing.assert_allclose(computed_T.mean(), decided - overflow, atol=1e-6)
+        assert 0 < computed_T.mean() < 1
+    assert set(made.of("score")) == set(made.of("computed"))
+
+
+@pytest.mark.parametrize("name, quantity", [("moe", "experts"), ("dropout_attention", "kept")])
+def test_the_map_has_rows_of_other_decisions(name, quantity):
+    rows = a_pass(name)[0].of(quantity)
+    assert rows and all(np.nanmax(values_T) > 0 for values_T in rows.values())
 
 
 def test_a_character_of_several_tokens_is_the_text_of_the_last():
@@ -125,16 +121,16 @@ def test_a_report_in_a_browser(tmp_path):
     with chromium() as browser:
         browser.get(f"file://{out}")
         assert messages(browser) == []
-        rows = "return [...document.querySelectorAll('#runs tbody tr')].map((r) => r.cells[0].textContent)"
-        assert browser.execute_script(rows) == ["<a>", "b"]
-        heading = "[...document.querySelectorAll('#runs th')].find((h) => h.textContent == 'held-out loss')"
+        lines = "[...document.querySelectorAll('#runs tbody tr')]"
+        names = f"return {lines}.map((line) => line.cells[0].textContent)"
+        assert browser.execute_script(names) == ["<a>", "b"]
+        headings = "[...document.querySelectorAll('#runs th')]"
         for _ in range(2):
-            browser.execute_script(f"{heading}.click()")
-        assert browser.execute_script(rows) == ["b", "<a>"]
-        assert (
-            browser.execute_script("return document.querySelectorAll('.js-plotly-plot').length")
-            == 2
-        )
+            is_loss = "(heading) => heading.textContent == 'held-out loss'"
+            browser.execute_script(f"{headings}.find({is_loss}).click()")
+        assert browser.execute_script(names) == ["b", "<a>"]
+        figures = "return document.querySelectorAll('.js-plotly-plot').length"
+        assert browser.execute_script(figures) == 2
     assert "model.depth=4" in out.read_text()
 
 

@@ -52,9 +52,9 @@ def test_the_cause_of_a_selection_is_found(cause):
 
 
 def test_features_that_are_not_the_cause_explain_nothing():
-    assert abs(figures("position")["token"]) < 0.02
-    assert abs(figures("token")["position"]) < 0.02
-    assert abs(figures("token")["entropy_beyond_bigram"]) < 0.02
+    assert abs(figures("position")["token"]) < 0.05
+    assert abs(figures("token")["position"]) < 0.05
+    assert abs(figures("token")["entropy_beyond_bigram"]) < 0.05
     assert figures("entropy")["entropy_beyond_bigram"] > 0.5
     assert figures("entropy")["entropy_correlation"] > 0.4
 
@@ -77,7 +77,7 @@ def test_a_block_that_computes_everything_has_nothing_to_explain():
 
 
 def test_a_probe_of_a_run(root, tmp_path, one_device, capsys):
-    settings = ("steps=3", "data.max_bytes=100000")
+    settings = ("steps=3", "data.max_bytes=600000")
     run = train(root, str(tmp_path / "mod"), "mod.py:smoke", *settings)
     argv = ["--workdir", run, "--tokens=2000", f"--out={tmp_path}/probe"]
     assert router_probe.main(argv) == 0
