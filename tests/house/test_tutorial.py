@@ -1,0 +1,21 @@
+"""The tutorial's code runs as it is, and does what the text says."""
+
+import os
+import re
+import subprocess
+import sys
+
+
+def test_the_tutorial(root, tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (root / "docs/tutorial.md").read_text(), re.DOTALL)
+    (tmp_path / "staggered.py").write_text("\n".join(blocks))
+    done = subprocess.run(
+        [sys.executable, "staggered.py"], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(r"^block_\d+ ([#.]+)$", done.stdout, re.MULTILINE)
+    assert len(lines) == 2 and all(line.count("#") >= 4 for line in lines), done.stdout
+    for line in lines:  # every eighth position
+        places = [place for place, mark in enumerate(line) if mark == "#"]
+        assert {place % 8 for place in places} == {places[0] % 8}
