@@ -1,4 +1,4 @@
-"""The page of settings is current; `python -m efx.config.reference > docs/settings.md` writes it."""
+"""The page of settings is current: `python -m efx.config.reference > docs/settings.md`."""
 
 from efx.config import reference
 

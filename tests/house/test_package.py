@@ -75,8 +75,7 @@ def test_the_wheel_has_all_of_efx_and_its_configs(root, wheel):
         scripts = file.read(f"{dist}/entry_points.txt").decode()
     expected = {f"{path.relative_to(root)}" for path in (root / "efx").rglob("*.py")}
     expected |= {f"efx/{path.relative_to(root)}" for path in (root / "configs").rglob("*.py")}
-    pages = (root / "efx/studies/pages").iterdir()  # what pages of HTML are made of
-    expected |= {f"{path.relative_to(root)}" for path in pages}
+    expected |= {f"{path.relative_to(root)}" for path in (root / "efx/studies").glob("*.html")}
     assert {name for name in names if not name.startswith(dist)} == expected
     assert metadata["Version"] == efx.__version__ and f"{dist}/licenses/LICENSE" in names
     assert scripts.split() == ["[console_scripts]", "efx", "=", "efx.main:command"]
@@ -84,7 +83,7 @@ def test_the_wheel_has_all_of_efx_and_its_configs(root, wheel):
 
 @pytest.mark.slow
 def test_the_example_of_the_library_runs_outside_a_checkout(root, wheel, tmp_path):
-    """The example of docs/library.md, at a tiny size, from the wheel alone."""
+    """The example of docs/guide.md, at a tiny size, from the wheel alone."""
     with zipfile.ZipFile(wheel) as file:
         file.extractall(tmp_path / "site")
     here = tmp_path / "here"
@@ -97,7 +96,7 @@ def test_the_example_of_the_library_runs_outside_a_checkout(root, wheel, tmp_pat
         "data.seq_len": 16, "model.depth": 1, "model.depth_routing.kind": "none",
         "evaluate.every": 0, "sample.every": 0, "log.every": 1, "data.cache_dir": "cache",
     }  # fmt: skip
-    blocks = re.findall(r"```python\n(.*?)```", (root / "docs/library.md").read_text(), flags=re.S)
+    blocks = re.findall(r"```python\n(.*?)```", (root / "docs/guide.md").read_text(), flags=re.S)
     (block,) = [block for block in blocks if "api.train" in block]
     done = subprocess.run(
         [sys.executable, "-c", OUTSIDE, json.dumps(["mine.py", tiny, block])],
