@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from benchmarks.common import checked, command
+from benchmarks.common import command
 from efx import models
 from efx.configs import common
 from efx.errors import UsageError
@@ -70,6 +70,11 @@ def measure(sampler, variables, arguments):
     stats = sampler.stats
     decoded = stats["new_tokens"] - STREAM * sampler.batch_size
     return stats["tokens_per_second"], decoded / max(cpu, 1e-9), stats
+
+
+def has_transformers():
+    """Whether transformers and PyTorch are installed."""
+    return all(importlib.util.find_spec(name) for name in ("transformers", "torch"))
 
 
 class Transformers:
@@ -159,7 +164,7 @@ def main(argv=None):
     keep_freed_memory()
     built = {"dense": build("none", arguments), "mod": build("mod", arguments)}
     others = {}
-    if not arguments.no_transformers and importlib.util.find_spec("transformers"):
+    if not arguments.no_transformers and has_transformers():
         others["transformers"] = Transformers(built["dense"][0], arguments)
     print(
         f"width {arguments.width}, depth {arguments.depth}, context {arguments.context}, "
@@ -209,7 +214,7 @@ def parse(argv):
             f"--tokens={parsed.tokens}: the first {STREAM} are not timed, as they come with the"
             " prompt; give it more"
         )
-    return checked(parsed)
+    return parsed
 
 
 if __name__ == "__main__":

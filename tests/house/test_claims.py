@@ -1,7 +1,8 @@
 """Every number that a document quotes is in a file of results/ that the same page links to.
 
 Checked are decimals with two digits or more, outside code. In a row of a table that begins with the
-name of a run or family, the number has to be in a row of that name. Numbers of others are in italics.
+name of a run or family, the number has to be in a row of that name. Numbers from elsewhere are in
+italics.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Speed of making batches, and whether it slows a training step down.
 
-    python -m benchmarks.data_loading [--seq-len=1024] [--batch-size=32] [--seconds=1]
+    python -m benchmarks.data [--seq-len=1024] [--batch-size=32] [--seconds=1]
 
 First table: opening each kind of data, new and from the cache. Second: batches from a memory-mapped
 file of 100 million random tokens and from the standard library, for each order. Third: memory, of
@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 import efx.data
-from benchmarks.common import checked, command
+from benchmarks.common import command
 from efx.config.run import DataConfig
 from efx.data import growing, sources
 from efx.data.bpe import train_bpe
@@ -184,7 +184,7 @@ def main(argv=None):
     parser.add_argument("--step-width", type=int, default=256)
     parser.add_argument("--buffers", type=int, default=20, help="length of the text for memory")
     parser.add_argument("--rounds", type=int, default=15)
-    arguments = checked(parser.parse_args(argv))
+    arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         cache, shards = f"{folder}/cache", f"{folder}/shards"
         opening(cache, arguments)

@@ -1,0 +1,35 @@
+"""Benchmarks run at tiny sizes, and judge what they measure."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from benchmarks import accelerator, common, step
+
+
+def test_models_take_turns_and_ratios_are_of_medians():
+    order = []
+    calls = {name: lambda turn, name=name: order.append((turn, name)) for name in "ab"}
+    times = common.take_turns(calls, rounds=4, warmup=1)
+    assert [name for _, name in order] == list("abbaabbaab") and len(times["a"].wall) == 4
+    double = common.Times(2 * np.ones(4), np.ones(4)), common.Times(np.ones(4), np.ones(4))
+    assert common.ratio(*double) == "2.000 (2.000-2.000)"
+
+
+@pytest.mark.slow
+def test_a_training_step_over_pytorch(capsys, one_device):
+    """The same function in both: the losses of the first step agree, or the benchmark fails."""
+    pytest.importorskip("torch", reason="the extra `interop` is not installed")
+    assert step.main(["--quick", "--parts", "mod", "torch", "--threads=64"]) == 0
+    shown = capsys.readouterr().out
+    assert "MoD 12.5%" in shown and "over eager PyTorch" in shown
+
+
+@pytest.mark.slow
+def test_the_accelerator_benchmark_at_a_tiny_size(tmp_path, one_device, capsys):
+    out = tmp_path / "table.csv"
+    parts = ["matmul", "attention", "mod"]
+    assert accelerator.main(["--smoke", "--rounds=1", f"--out={out}", "--parts", *parts]) == 0
+    table = pd.read_csv(out, comment="#").set_index("name")
+    assert table.flops_ratio["350M MoD"] < 1 and table.error.max() < accelerator.TOLERANCE
+    assert "# command: python -m benchmarks.accelerator" in out.read_text()
