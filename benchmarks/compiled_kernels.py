@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import common
 from benchmarks.accelerator_parts import LENGTH, MASKS, TOLERANCE, with_mask
-from efx.ahead_of_time import topology
+from efx import aot
 from efx.errors import UsageError, nearest
 from efx.layers.kernels import KERNELS
 from efx.parallel import sharding
@@ -60,7 +60,7 @@ def main(argv=None):
     rows, problems, missing = [], [], []
     for target in targets:
         try:
-            device = topology.describe(TARGETS[target]).devices[0]
+            device = aot.describe(TARGETS[target])[0][0]
         except UsageError as error:
             missing.append(str(error))
             continue
