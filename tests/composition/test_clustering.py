@@ -81,7 +81,7 @@ def test_a_clustering_is_reproducible_and_stored_whole(tmp_path):
 
 
 def test_distances_are_of_vectors_of_length_one():
-    found, _ = fit(texts_of(10)[1])
+    found, _ = fit(texts_of(10)[1], dimensions=4)
     embedded = found.embed(["ship deck barn", "", "zebra 12 of the"])
     np.testing.assert_allclose(np.linalg.norm(embedded, axis=1), [1, 0, 0], atol=1e-6)
     expected = np.square(embedded[:, None] - found.centres[None]).sum(-1)
