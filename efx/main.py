@@ -64,9 +64,9 @@ def run(argv):
     start_jax(values)
     source, target = values["from"].value, values.to
     if mode == "compile":
-        from efx import ahead_of_time
+        from efx import aot
 
-        ahead_of_time.compile_and_report(
+        aot.compile_and_report(
             config,
             values.topology,
             vocab_size=values.vocab_size,

@@ -61,8 +61,8 @@ def evaluate(plan, seed):
     (dense, seed_run, ensembles), rows = plan, []
 
     def add(name, row):
-        values = {"loss": row["loss"], "bits_per_byte": row["bits_per_byte"], **row["parts"]}
-        rows.append({"name": name, "seed": seed} | values | {"experts": row["experts"]})
+        columns = [column for column in row if not column.startswith(("cluster ", "tokens"))]
+        rows.append({"name": name, "seed": seed} | {column: row[column] for column in columns})
 
     others = {DENSE: dense.folder, SEED_MODEL: seed_run.folder}
     for name, stages in ensembles.items():
@@ -71,11 +71,13 @@ def evaluate(plan, seed):
         scores, _ = evaluation.score(Ensemble(config, run.folder), config, others)
         evaluation.write(run.folder, scores)
         for model in others:
-            add(model, scores["models"][model])
+            add(model, scores[model])
         others = {}  # evaluated once a seed
-        for mixture, row in scores["mixtures"].items():
-            if config.cluster.count > 1 or mixture == "top 1":
-                add(name if config.cluster.count == 1 else f"{name}, {mixture}", row)
+        for mixture, row in scores.items():
+            if config.cluster.count == 1 and mixture == "top 1":
+                add(name, row)
+            elif config.cluster.count > 1 and mixture.startswith(("top", "uniform", "oracle")):
+                add(f"{name}, {mixture}", row)
     return rows
 
 

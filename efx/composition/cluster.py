@@ -1,20 +1,19 @@
-"""`--mode=cluster`: cluster a corpus, write the clustering into the run directory, describe it.
+"""`--mode=cluster`: cluster a corpus and describe the clusters.
 
     python -m efx.main --config configs/cbtm.py --mode=cluster --workdir runs/cbtm
 
-WORKDIR/clusters then holds the clustering (`clustering.safetensors`, `clustering.json`), the
-training documents of each cluster (`cluster_<j>.json`), the table (`table.md`) and a picture
-(`clusters.png`). It is a function of the documents, `config.cluster` and `config.seed`.
+WORKDIR/clusters then holds the clustering, the training documents of each cluster
+(`cluster_<j>.json`), a table (`table.md`) and a picture (`clusters.png`). All are functions of the
+documents, `config.cluster` and `config.seed`.
 """
-
-import itertools
 
 import jax
 import numpy as np
+from sklearn.metrics.cluster import contingency_matrix
 
 from efx import io, run_dir
 from efx.composition import CLUSTERS, documents_file
-from efx.composition.clustering import ABOUT, Clustering, fit_clustering, purity
+from efx.composition.clustering import ABOUT, Clustering, fit_clustering
 from efx.composition.documents import SplitDocuments
 from efx.config import schema
 from efx.config.load import completed, to_config
@@ -23,16 +22,17 @@ from efx.data.subset import Subset
 from efx.errors import UsageError
 from efx.logging import tables
 
-# The settings that decide the documents and their clusters: a finished clustering keeps them.
+# Settings that a finished clustering depends on.
 _TEXT = "source|eval_source|split|eval_fraction|max_bytes|document_bytes|text_key"
 FIXED = rf"(seed|data\.({_TEXT})|cluster\..*)"
 
 
 def run(config, workdir, command_line=()):
-    """Clusters, writes and prints, or prints a finished clustering; returns `Clustering.about`."""
+    """Cluster the documents of `config.data`, unless it is done, and print the table."""
     if jax.process_count() > 1:
-        raise UsageError("--mode=cluster runs in one process: start it without several processes")
+        raise UsageError("--mode=cluster: runs in one process; start it without several processes")
     config, workdir = to_config(config), io.local_path(workdir)
+    folder = workdir / CLUSTERS
     with run_dir.Lock(workdir) as lock:
         launch = run_dir.open_run(
             workdir,
@@ -42,121 +42,82 @@ def run(config, workdir, command_line=()):
             completed=completed,
         )
         documents = SplitDocuments(config.data)
-        folder = workdir / CLUSTERS
-        if not (folder / ABOUT).is_file():
-            texts = [document.text for document in documents.train]
-            clustering, labels = fit_clustering(texts, config.cluster, config.seed)
-            lock.take()
-            launch.commit({})
-            _write(folder, documents, clustering, labels, config.cluster)
-        else:
+        if (folder / ABOUT).is_file():
             if Clustering.load(folder).about["documents"] != documents.key:
                 raise UsageError(
-                    f"{folder}: its documents are not those of config.data (the files may have "
+                    f"{folder}: its documents are not those of config.data (files may have "
                     "changed); use another --workdir"
                 )
             launch.commit({})
+        else:
+            texts = [document.text for document in documents.train]
+            clustering, labels = fit_clustering(texts, config.cluster, config.seed)
+            clustering.about["documents"] = documents.key
+            lock.take()
+            launch.commit({})
+            with io.report_write_errors(folder), io.replacing(folder) as temporary:
+                temporary.mkdir()
+                clustering.save(temporary)
+                _write_documents(temporary, documents, labels, clustering.count)
+                (temporary / "table.md").write_text(table(documents, clustering, labels))
+                _draw(temporary / "clusters.png", documents, clustering, labels)
     print((folder / "table.md").read_text())
     print(f"clusters: {folder}, picture: {folder / 'clusters.png'}")
-    return Clustering.load(folder).about
 
 
-def _write(folder, documents, clustering, labels, config):
-    """Writes all files of a clustering, or none of them."""
-    held_out = clustering.distances(document.text for document in documents.held_out).argmin(1)
-    description = describe_clusters(documents, labels, held_out, clustering.count)
-    clustering.about |= {"documents": documents.key, "method": config.method, **description}
+def _write_documents(folder, documents, labels, count):
     digests = np.array([document_digest(document.data).hex() for document in documents.train])
-    with io.report_write_errors(folder), io.replacing(folder) as temporary:
-        temporary.mkdir()
-        clustering.save(temporary)
-        for j in range(clustering.count):
-            name = documents_file(folder.parent, j).name
-            (temporary / name).write_text(Subset(digests[labels == j].tolist()).to_json())
-        (temporary / "table.md").write_text(markdown(description, config.method))
-        _draw(temporary / "clusters.png", clustering, documents, labels)
-
-
-def describe_clusters(documents, labels, held_out, count):
-    """{"clusters": [{"documents", "bytes", "held_out", "parts": {component: documents}}], ...};
-    with the purity of the clusters, and that of all documents in one cluster to compare it."""
-    clusters = []
     for j in range(count):
-        chosen = [documents.train[i] for i in np.flatnonzero(labels == j)]
-        clusters.append({
-            "documents": len(chosen),
-            "bytes": sum(len(document.data) for document in chosen),
-            "held_out": int((held_out == j).sum()),
-            "parts": {
-                component: sum(document.component == component for document in chosen)
-                for component in documents.components
-            },
-        })  # fmt: skip
-    sizes = [cluster["documents"] for cluster in clusters]
-    description = {"clusters": clusters, "balance": min(sizes) / max(sizes)}
+        name = documents_file("", j).name
+        (folder / name).write_text(Subset(digests[labels == j].tolist()).to_json())
+
+
+def table(documents, clustering, labels):
+    """Return Markdown with sizes and components of the clusters, their balance and purity."""
+    held_out = clustering.distances(document.text for document in documents.held_out).argmin(1)
+    components = np.array([document.component for document in documents.train])
+    sizes = np.array([len(document.data) for document in documents.train])
+    rows = []
+    for j in range(clustering.count):
+        parts = [int((components[labels == j] == name).sum()) for name in documents.components]
+        counts = [int((labels == j).sum()), int(sizes[labels == j].sum())]
+        rows.append([j, *counts, int((held_out == j).sum()), *parts])
+    titles = ["cluster", "documents", "bytes", "held out", *documents.components]
+    smallest, largest = min(row[1] for row in rows), max(row[1] for row in rows)
+    summary = f"{clustering.about['method']} clusters; balance {smallest / largest:.3f} "
+    summary += "(smallest over largest)"
     if documents.components:
-        components = [document.component for document in documents.train]
-        description["purity"] = purity(labels, components)
-        description["purity_of_one_cluster"] = purity(np.zeros(len(components)), components)
-    return description
-
-
-def markdown(description, method):
-    """The table of a clustering."""
-    components = list(description["clusters"][0]["parts"])
-    titles = ["cluster", "documents", "bytes", "held out", *components]
-    rows = [
-        [j, row["documents"], row["bytes"], row["held_out"], *row["parts"].values()]
-        for j, row in enumerate(description["clusters"])
-    ]
-    summary = f"{method} clusters; balance {description['balance']:.3f} (smallest over largest)"
-    if components:
-        summary += (
-            f"; purity {description['purity']:.3f} (all in one cluster: "
-            f"{description['purity_of_one_cluster']:.3f})"
-        )
+        one = np.zeros(len(labels))
+        summary += f"; purity {purity(components, labels):.3f} "
+        summary += f"(all in one cluster: {purity(components, one):.3f})"
     return f"{tables.markdown(titles, rows)}\n\n{summary}\n"
 
 
-def _draw(path, clustering, documents, labels, max_documents=3000):
-    """Documents in the plane of their two principal components, coloured by cluster; a marker for
-    each component of a mixture."""
-    import matplotlib
-    from sklearn.decomposition import PCA
+def purity(components, labels):
+    """Return the fraction of documents that are of their cluster's most frequent component."""
+    return contingency_matrix(components, labels).max(axis=0).sum() / len(labels)
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+
+def _draw(path, documents, clustering, labels, max_documents=3000):
+    """Draw documents by their two principal components, coloured by cluster."""
+    import seaborn
+    from matplotlib.figure import Figure
+    from sklearn.decomposition import PCA
 
     picked = np.linspace(0, len(labels) - 1, min(len(labels), max_documents)).astype(int)
     embedded = clustering.embed(documents.train[i].text for i in picked)
-    points = np.concatenate([embedded, clustering.centres])
-    dimensions = min(2, *points.shape)
-    flat = PCA(dimensions, random_state=0).fit(embedded).transform(points)
-    flat = np.pad(flat, ((0, 0), (0, 2 - dimensions)))
-    components = np.array([documents.train[i].component for i in picked])
-    figure, axes = pyplot.subplots(figsize=(7, 5.5))
-    colours = pyplot.get_cmap("tab10" if clustering.count <= 10 else "tab20")
-    markers = itertools.cycle("ox^sv*PD")
-    for component, marker in zip(sorted(set(components)), markers, strict=False):
-        in_component = components == component
-        axes.scatter(
-            *flat[: len(picked)][in_component].T,
-            s=14,
-            marker=marker,
-            linewidths=0.8,
-            alpha=0.6,
-            color=[colours(int(j) % colours.N) for j in labels[picked][in_component]],
-        )
-        if component:
-            axes.scatter([], [], s=24, marker=marker, color="grey", label=component)
-    for j, (x, y) in enumerate(flat[len(picked) :]):
-        box = dict(boxstyle="round", facecolor="white", edgecolor=colours(j % colours.N))
-        axes.annotate(str(j), (x, y), ha="center", va="center", bbox=box)
-    if len(set(components)) > 1:
-        axes.legend(loc="best", fontsize=8)
-    axes.set_xlabel("first principal component")
-    axes.set_ylabel("second")
+    points = PCA(min(2, *embedded.shape), random_state=0).fit_transform(embedded)
+    axes = Figure(figsize=(7, 5.5), layout="tight").subplots()
+    seaborn.scatterplot(
+        x=points[:, 0],
+        y=points[:, -1],
+        hue=[f"cluster {j}" for j in labels[picked]],
+        hue_order=[f"cluster {j}" for j in range(clustering.count)],
+        style=[documents.train[i].component for i in picked] if documents.components else None,
+        alpha=0.6,
+        s=20,
+        ax=axes,
+    )
+    axes.set(xlabel="first principal component", ylabel="second principal component")
     axes.set_title(f"{len(labels)} training documents in {clustering.count} clusters")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    axes.figure.savefig(path, dpi=120)

@@ -1,18 +1,18 @@
-"""The sparse ensemble of cBTM: the experts of a folder, and the mixture of their predictions.
+"""The sparse ensemble of cBTM.
 
     p(x | context) = sum_e w_e p_e(x | context),    w_e ~ exp(-||h(context) - mu_e||^2 / tau),
 
-the weights outside the top k put to zero and the others renormalised (section 2.4 of the paper).
-All of it in float32 and in log space.
+with weights of the top k experts only, renormalised (section 2.4 of the paper). All in float32 and
+log space.
 """
 
 import dataclasses
-import functools
 import pathlib
-import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from scipy.special import log_softmax
 
 from efx import io, models, run_dir
 from efx.checkpoint import fingerprint, manifest, restore_params
@@ -22,64 +22,52 @@ from efx.config import schema
 from efx.config.load import config_of_run, to_config
 from efx.data import load_tokenizer
 from efx.data.subset import Subset
-from efx.errors import UsageError
-from efx.layers.moe import largest_indices
+from efx.errors import UsageError, warn
 from efx.run_dir import TOKENIZER_FILE
 from efx.train import setup
 
-# What experts have in common, but for how it is computed: parameters of one shape may be those of
-# several models.
-_OF_THE_MODEL = r"model\.(?!(remat|attention\.(chunk|kernel))$).*|adapter\..*|data\.seq_len"
+# Settings that all experts share. Those of `remat`, `chunk` and `kernel` only change the speed.
+_SHARED = r"model\.(?!(remat|attention\.(chunk|kernel))$).*|adapter\..*|data\.seq_len"
 
 
-@functools.partial(jax.jit, static_argnames="top_k")
 def log_weights(distances_BE, tau, top_k):
-    """log w [B, E] from squared distances [B, E]; -inf for the experts outside the top k.
+    """Return log w [B, E] of squared distances; -inf for experts outside the top k.
 
-    Of equally near experts the first are chosen. tau > 0; 1 <= top_k <= E.
+    Of equally near experts the first are chosen.
     """
-    scores_BE = -distances_BE.astype(jnp.float32) / tau
-    best_BC = largest_indices(scores_BE, top_k)
-    chosen_BE = jnp.any(jax.nn.one_hot(best_BC, scores_BE.shape[1], dtype=bool), axis=1)
-    return jax.nn.log_softmax(jnp.where(chosen_BE, scores_BE, -jnp.inf), axis=-1)
-
-
-@jax.jit
-def mix(log_probs_BE, log_weights_BE):
-    """log of sum_e w_e p_e [B], from log p_e [B, E] of one token each."""
-    return jax.nn.logsumexp(log_probs_BE + log_weights_BE, axis=-1)
+    scores_BE = -np.asarray(distances_BE, np.float32) / np.float32(tau)
+    best_BC = np.argsort(-scores_BE, axis=-1, kind="stable")[:, :top_k]
+    kept_BE = np.full_like(scores_BE, -np.inf)
+    np.put_along_axis(kept_BE, best_BC, np.take_along_axis(scores_BE, best_BC, -1), -1)
+    return log_softmax(kept_BE, axis=-1)
 
 
 def mix_logits(logits_BEV, log_weights_BE):
-    """log p [B, V] of every next token, from the experts' logits [B, E, V]."""
+    """Return log p [B, V] of the next token, from the experts' logits."""
     log_probs_BEV = jax.nn.log_softmax(logits_BEV.astype(jnp.float32), axis=-1)
     return jax.nn.logsumexp(log_probs_BEV + log_weights_BE[:, :, None], axis=1)
 
 
 class Ensemble:
-    """The experts of a folder, checked; their parameters are read by `load_expert`.
+    """The experts of a working directory; `load_expert` reads their parameters.
 
-    Experts are recognised by contents, not by paths: a run records the parameters that it started
-    from and the documents that it trained on (run.json).
+    A run records a hash of the parameters that it started from and of the documents that it was
+    trained on, so experts are recognised by contents, wherever they were trained.
 
     Args:
-      config: `Config` of the ensemble: its mesh is used, and its `data` names the held-out text.
-      step: None; experts have steps of their own.
+      config: `Config` of the ensemble: its mesh, and `data` with the held-out text.
+      step: None; each expert has its own.
     Attributes:
-      clustering: Clustering.
-      members: for each expert the Subset of the training documents that are its cluster.
-      folders: the run directory of each expert.
-      tokenizer: that of all experts.
+      clustering: Clustering. count: number of experts. folders: their run directories.
+      members: the Subset of the documents of each cluster.
+      tokenizer: the experts' tokenizer.
 
-    Raises UsageError: an expert that is missing, or that does not belong to the others.
+    Raises: UsageError if an expert is missing or does not belong to the others.
     """
 
     def __init__(self, config, workdir, step=None):
         if step is not None:
-            raise UsageError(
-                f"--step={step}: does not apply to the experts of {workdir}, each "
-                "at its own step; leave it out"
-            )
+            raise UsageError(f"--step={step}: each expert has its own step; leave it out")
         self.workdir, self._config = io.local_path(workdir), config
         self.clustering = Clustering.load(self.workdir / CLUSTERS)
         self.count = self.clustering.count
@@ -90,98 +78,83 @@ class Ensemble:
             )
         self.members = [Subset.load(documents_file(workdir, j)) for j in range(self.count)]
         self.folders = [expert_folder(workdir, j) for j in range(self.count)]
-        origins = [self._check(j, folder) for j, folder in enumerate(self.folders)]
-        self._origin = origins[0]
+        for j in range(self.count):
+            self._check(j)
         self.tokenizer = load_tokenizer(self.folders[0] / TOKENIZER_FILE)
-        for j, (folder, origin) in enumerate(zip(self.folders, origins, strict=True)):
-            expert = f"expert {j} of {self.count} ({folder})"
-            if load_tokenizer(folder / TOKENIZER_FILE).fingerprint != self.tokenizer.fingerprint:
-                raise UsageError(
-                    f"{expert}: its vocabulary differs from that of expert 0; experts of one "
-                    "ensemble need the same tokenizer.json"
-                )
-            if other := _other_settings(self.folders[0], folder):
-                raise UsageError(
-                    f"{expert}: its model differs from that of expert 0: config.{other}; train "
-                    "it again in an empty folder"
-                )
-            if origin["parameters"] != self._origin["parameters"]:
-                raise UsageError(
-                    f"{expert}: its seed model ({origin['run']} at step {origin['step']}) "
-                    f"differs from that of expert 0 ({self._origin['run']} at step "
-                    f"{self._origin['step']}); train it again in an empty folder"
-                )
+        self._origin = run_dir.run_record(self.folders[0])["origin"]
 
-    def _check(self, j, folder):
-        """The origin of expert j: {"run", "step", "parameters": their hash}."""
+    def _check(self, j):
+        """Raise UsageError unless expert j has a checkpoint and belongs to its cluster and to
+        expert 0."""
+        folder, first = self.folders[j], self.folders[0]
         expert = f"expert {j} of {self.count}"
         steps = manifest.finished_steps(manifest.as_root(folder / run_dir.CHECKPOINTS))
         if not (folder / run_dir.CONFIG_FILE).is_file() or not steps:
             raise UsageError(
                 f"{expert} is missing: {folder} has no finished checkpoint; train it, or run "
-                f"python -m efx.composition.cbtm to train all missing experts in {self.workdir}"
+                "python -m efx.composition.cbtm to train all missing experts"
             )
-        record = run_dir.run_record(folder)
+        record, origin = run_dir.run_record(folder), run_dir.run_record(first).get("origin")
+        tokenizers = [load_tokenizer(run / TOKENIZER_FILE).fingerprint for run in (first, folder)]
+        settings = [config_of_run(run).to_dict() for run in (first, folder)]
+        changed = run_dir.differences(*settings, _SHARED)
+        problem = ""
         if record.get("subset") != self.members[j].key:
-            raise UsageError(
-                f"{expert} ({folder}) was not trained on cluster {j} of "
-                f"{self.workdir / CLUSTERS}; train it again in an empty folder"
-            )
-        if "origin" not in record:
-            raise UsageError(
-                f"{expert} ({folder}) was not started from a seed model; set config.init.run "
-                "and train it again"
-            )
-        total_steps = run_dir.recorded_setting(folder, "steps")
-        if steps[-1] < total_steps:
-            message = f"efx: expert {j} is not finished: step {steps[-1]} of {total_steps}"
-            print(message, file=sys.stderr)
-        return record["origin"]
+            problem = f"was not trained on cluster {j} of {self.workdir / CLUSTERS}"
+        elif "origin" not in record:
+            problem = "did not start from a seed model (config.init.run)"
+        elif tokenizers[0] != tokenizers[1]:
+            problem = "has another vocabulary than expert 0"
+        elif changed:
+            key, (ours, theirs) = next(iter(changed.items()))
+            problem = f"has config.{key}={theirs!r}, expert 0 {ours!r}"
+        elif record["origin"]["parameters"] != origin["parameters"]:
+            theirs = record["origin"]
+            problem = f"started from another seed model ({theirs['run']} at step {theirs['step']})"
+        if problem:
+            raise UsageError(f"{expert} ({folder}) {problem}; train it again in a new directory")
+        if steps[-1] < (total := run_dir.recorded_setting(folder, "steps")):
+            warn(f"expert {j} has not finished: step {steps[-1]} of {total}")
 
     def load_expert(self, j, splits=()):
-        """(Experiment, step, parameters, variables) of expert j."""
+        """Return (Experiment, step, parameters, variables) of expert j."""
         return load_run(self.folders[j], self._config, splits)
 
-    @functools.cached_property
     def seed_folder(self):
-        """The seed model's run directory, or None if it is not on this machine."""
-        for folder in (self.workdir / SEED, pathlib.Path(self._origin["run"])):
+        """Return the seed model's run directory, or None if it is not on this machine.
+
+        Raises: UsageError if another run is in its place.
+        """
+        run, step = self._origin["run"], self._origin["step"]
+        for folder in (self.workdir / SEED, pathlib.Path(run)):
             root = folder / run_dir.CHECKPOINTS
             if not root.exists():
                 continue
-            model, step = self.load_expert(0)[0].model, self._origin["step"]
+            model = self.load_expert(0)[0].model
             if step in manifest.finished_steps(manifest.as_root(root)):
-                shapes = models.unboxed_shapes(model)["params"]
-                size = model.vocab_size
+                shapes, size = models.unboxed_shapes(model)["params"], model.vocab_size
                 params, _ = restore_params(root, shapes, step, vocab_size=size)
                 if fingerprint(params, size) == self._origin["parameters"]:
                     return folder
             raise UsageError(
-                f"{folder} is not the seed model of the experts ({self._origin['run']} at step "
-                f"{step}); put the right one there, or none"
+                f"{folder} is not the seed model of the experts ({run} at step {step}); put that "
+                "run there, or none"
             )
         return None
 
 
-def _other_settings(folder, other):
-    """The first setting that makes the model of a run another one than that of `folder`, and what
-    it is in both; "" without any."""
-    here, there = (config_of_run(run).to_dict() for run in (folder, other))
-    for key, (ours, theirs) in run_dir.differences(here, there, _OF_THE_MODEL).items():
-        return f"{key}={theirs!r} instead of {ours!r}"
-    return ""
-
-
 def load_run(folder, config, splits=()):
-    """`build.finished` of a run that another machine may have made, on the mesh of `config` and
-    with the text of `config.data`, in rows and batches like those of that run."""
+    """Return `setup.finished` of a run, on the mesh and with the text of `config`.
+
+    The run may be from another machine. Rows and batches are as in its training.
+    """
     run_config = to_config(config_of_run(folder))
-    reading = {key: getattr(run_config.data, key) for key in ("seq_len", "batch_size", "packing")}
+    layout = {key: getattr(run_config.data, key) for key in ("seq_len", "batch_size", "packing")}
     changes = {
         "mesh": config.mesh,
         "rules": config.rules,
         "evaluate": config.evaluate,
-        "data": dataclasses.replace(config.data, **reading, subset=""),
-        "init.run": "",  # neither its subset nor its origin is needed to use it
+        "data": dataclasses.replace(config.data, **layout, subset=""),
+        "init.run": "",  # not needed to use it
     }
     return setup.finished(schema.replaced(run_config, changes), folder, splits=splits)

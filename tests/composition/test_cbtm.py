@@ -1,7 +1,6 @@
-"""cBTM: clusters and experts that are trained, their evaluation, the driver, refusals."""
+"""cBTM: experts that are trained, their evaluation, sampling, and experts that do not belong."""
 
 import dataclasses
-import json
 import os
 import shutil
 import subprocess
@@ -9,11 +8,14 @@ import sys
 
 import jax
 import numpy as np
+import pandas as pd
 import pytest
-from data_helpers import same
 from refusals import refused
-from run_files import edit_record, move
+from run_files import edit_record
 from test_hosts import free_port
+
+pytest.importorskip("sklearn", reason="scikit-learn is not installed (extra studies)")
+pytest.importorskip("k_means_constrained", reason="not installed (extra studies)")
 
 import efx.data
 from efx import api, run_dir
@@ -28,7 +30,8 @@ from efx.configs import common
 from efx.data.sources import Document
 from efx.data.subset import Subset
 from efx.data.tokenizers import CharTokenizer
-from efx.train import finished_run, setup
+from efx.studies import runs as runs_lib
+from efx.train import finished_run
 
 CONFIG = """
 from efx.configs import cbtm, common
@@ -66,8 +69,6 @@ def text_of(topic, rng, words=50):
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     """A config file with a mixture of two topics as its corpus."""
-    pytest.importorskip("sklearn", reason="scikit-learn is not installed (extra studies)")
-    pytest.importorskip("k_means_constrained", reason="not installed (extra studies)")
     path, rng = tmp_path_factory.mktemp("config"), np.random.default_rng(0)
     for topic in TOPICS:
         (path / topic).mkdir()
@@ -79,67 +80,67 @@ def recipe(tmp_path_factory):
     return str(path / "tiny_cbtm.py")
 
 
-def run_here(run, cpus, processes):
-    """In place of `runs.start`: the same command in this process."""
+def start_here(run, cpus, processes):
+    """Replace `runs.start`: the same command in this process."""
     assert main_lib.main(["efx", *run.arguments]) == 0
 
 
 @pytest.fixture(scope="module")
 def trained(recipe, tmp_path_factory, one_device):
-    """(folder, Stages) after the driver has run its commands in this process."""
+    """The working directory of a finished study."""
     folder = tmp_path_factory.mktemp("cbtm") / "all"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cbtm.runs_lib, "start", run_here)
+        patch.setattr(runs_lib, "start", start_here)
         assert cbtm.main(["--config", recipe, "--workdir", str(folder)]) == 0
-    return folder, cbtm.make_stages(recipe, folder)
+    return folder
 
 
 @pytest.fixture
 def copy(trained, tmp_path):
-    """A copy of that folder. Experts name it by contents, not by path."""
-    shutil.copytree(trained[0], tmp_path / "copy")
+    shutil.copytree(trained, tmp_path / "copy")
     return tmp_path / "copy"
 
 
-@pytest.fixture
-def ensemble(trained):
-    return Ensemble(to_config(config_of_run(trained[0])), trained[0])
+def table_of(folder):
+    return pd.read_csv(folder / "evaluation.csv", index_col="name")
 
 
-def evaluated(folder):
-    """{name: summary} of all mixtures and models."""
-    result = json.loads((folder / "evaluation.json").read_text())
-    return result["mixtures"] | result["models"]
+def test_experts_divide_the_budget_and_start_from_the_seed_model(trained):
+    records = [run_dir.run_record(trained / f"expert_{j}") for j in range(2)]
+    assert records[0]["origin"] == records[1]["origin"] and records[0]["origin"]["step"] == 12
+    for j, record in enumerate(records):
+        assert record["subset"] == Subset.load(documents_file(trained, j)).key
+        assert run_dir.recorded_setting(trained / f"expert_{j}", "steps") == 6
 
 
-def test_experts_share_the_budget_and_start_from_the_seed_model(trained):
-    folder, plan = trained
-    assert [run.config().steps for run in plan.seed + plan.experts] == [12, 6, 6]
-    records = [run_dir.run_record(job.folder) for job in plan.experts]
-    assert records[0]["origin"] == records[1]["origin"]
-    assert records[0]["origin"]["step"] == 12
-    for j, job in enumerate(plan.experts):
-        assert records[j]["subset"] == Subset.load(documents_file(folder, j)).key
-        assert f"--config.init.run={folder}/seed" in job.command()
+def test_any_number_of_experts_costs_the_same(tmp_path, root):
+    source = f"{root}/configs/cbtm.py:smoke"
+    for steps, count, expected in ((100, 4, (25, 18)), (60, 1, (15, 45))):
+        extra = [f"--config.steps={steps}", f"--config.cluster.count={count}"]
+        stages = cbtm.make_stages(source, tmp_path, [*extra, "--config.cluster.seed_fraction=0.25"])
+        found = [run.config().steps for run in (*stages.seed, *stages.experts)]
+        assert found == [expected[0], *[expected[1]] * count] and sum(found) <= steps
+    extra = ["--config.steps=4", "--config.cluster.count=8"]
+    refused(lambda: cbtm.make_stages(source, tmp_path, extra), "config.steps=4")
 
 
 def test_evaluation_agrees_with_that_of_runs_and_with_its_parts(trained):
-    folder, _ = trained
-    result = evaluated(folder)
-    ordinary = finished_run.evaluate(config_of_run(folder / "expert_1"), folder / "expert_1")
-    for name in ("loss", "bits_per_byte", "tokens"):
-        np.testing.assert_allclose(result["expert 1"][name], ordinary[f"eval/{name}"], rtol=1e-5)
-    # Every expert is better at its own cluster than the other one, and the oracle is made of that.
-    own = [result[f"expert {j}"]["clusters"][j] for j in range(2)]
-    assert own[0] < result["expert 1"]["clusters"][0] and own[1] < result["expert 0"]["clusters"][1]
-    np.testing.assert_allclose(result["oracle cluster"]["clusters"], own, rtol=1e-6)
-    assert result["top 2"]["experts"] == 2 and result["top 1"]["experts"] == 1
-    assert result["uniform"]["loss"] <= np.mean([result[f"expert {j}"]["loss"] for j in range(2)])
-    assert len(result["top 2"]["parts"]) == 2 and {"oracle domain", "seed model"} <= result.keys()
+    table = table_of(trained)
+    ordinary = finished_run.evaluate(config_of_run(trained / "expert_1"), trained / "expert_1")
+    for name in ("loss", "bits_per_byte"):
+        np.testing.assert_allclose(table[name]["expert 1"], ordinary[f"eval/{name}"], rtol=1e-5)
+    # Each expert is the better one on its own cluster; the oracle combines these.
+    losses = table.loc[["expert 0", "expert 1"], ["cluster 0", "cluster 1"]].to_numpy()
+    assert losses[0, 0] < losses[1, 0] and losses[1, 1] < losses[0, 1]
+    oracle = table.loc["oracle cluster", ["cluster 0", "cluster 1"]].to_numpy(float)
+    np.testing.assert_allclose(oracle, losses.diagonal(), rtol=1e-6)
+    assert table.experts["top 2"] == 2 and table.experts["top 1"] == 1
+    assert table.loss["uniform"] <= table.loss[["expert 0", "expert 1"]].mean()
+    assert {"oracle domain", "seed model"} <= set(table.index)
 
 
 def held_out_of(texts, config, tmp_path, packing=True):
-    """The HeldOut of a split that is these texts."""
+    """Return the HeldOut of a split with these texts."""
     for i, text in enumerate(texts):
         (tmp_path / f"{i}.txt").write_bytes(text)
     source = f"text:{tmp_path}/*.txt"
@@ -150,14 +151,15 @@ def held_out_of(texts, config, tmp_path, packing=True):
 
 
 def token_order(held_out):
-    """Sorts scored tokens by their positions in the split."""
+    """Return indices that sort scored tokens by their positions in the split."""
     positions = held_out.batches().target_positions()
     return np.argsort(np.concatenate([x[x >= 0] for x in positions]))
 
 
-def test_no_probability_depends_on_later_text(trained, ensemble, tmp_path):
-    """Held-out text is changed from one byte on, in the middle of a block and of a piece."""
-    config, rng = to_config(config_of_run(trained[0])), np.random.default_rng(0)
+def test_no_probability_depends_on_later_text(trained, tmp_path):
+    """Held-out text is changed from one byte on, within a block of 16 tokens and within a row."""
+    config, rng = to_config(config_of_run(trained)), np.random.default_rng(0)
+    ensemble = Ensemble(config, trained)
     text, place = (f"{text_of('sea', rng, 20)} {text_of('code', rng)}".encode())[:300], 201
     later = text_of("sea", rng).encode()[: 300 - place]
     experts = [ensemble.load_expert(j) for j in range(2)]
@@ -165,15 +167,15 @@ def test_no_probability_depends_on_later_text(trained, ensemble, tmp_path):
 
     def log_probs(text):
         held = held_out_of([text], config, tmp_path)
+        zeros = np.zeros(1, int)
         mixtures = dict(
-            evaluation.weights_of_mixtures(held, np.zeros(1, int), ensemble, train, config.ensemble)
+            evaluation.weights_of_mixtures(held, zeros, ensemble, train, config.ensemble)
         )
-        # No component of the training documents tells the clusters of this text.
+        # This text is of no component of the training documents.
         assert "oracle cluster" in mixtures and "oracle domain" not in mixtures
-        log_w = mixtures["top 2"]
-        each = np.stack([held.log_probs(expert) for expert in experts], -1)
-        mixed = np.log(np.sum(np.exp(each + log_w), -1))
-        return mixed[token_order(held)], log_w[token_order(held)]
+        log_w, each = mixtures["top 2"], np.stack([held.log_probs(e) for e in experts], -1)
+        order = token_order(held)
+        return np.log(np.sum(np.exp(each + log_w), -1))[order], log_w[order]
 
     (first, weights), (second, others) = log_probs(text), log_probs(text[:place] + later)
     assert len(first) == len(text) + 1  # the end of the document is scored too
@@ -182,49 +184,34 @@ def test_no_probability_depends_on_later_text(trained, ensemble, tmp_path):
     np.testing.assert_array_equal(weights[:208], others[:208])
     assert np.abs(weights[208:] - others[208:]).max() > 1e-3
     assert np.abs(first[place:] - second[place:]).max() > 1e-3
-    assert np.unique(weights[:, 0]).size > 5  # they do follow the text
 
 
-@pytest.mark.slow
-def test_the_driver_resumes_unfinished_experts_in_processes(
-    trained, copy, recipe, root, monkeypatch, capfd
-):
-    """Expert 0 starts again, bit for bit; expert 1 resumes at step 3 in a process of its own."""
-    monkeypatch.chdir(root)
-    shutil.rmtree(copy / "expert_0")
-    shutil.rmtree(copy / "expert_1/checkpoints/6")
-    move(copy / "expert_1", trained[0], copy)
-    real, started = cbtm.runs_lib.start, []
-
-    def start(run, cpus, processes):
-        started.append(run.folder.name)
-        return (real if run.folder.name == "expert_1" else run_here)(run, cpus, processes)
-
-    monkeypatch.setattr(cbtm.runs_lib, "start", start)
-    assert cbtm.main(["--config", recipe, "--workdir", str(copy)]) == 0, capfd.readouterr()
-    assert started == [copy.name, "expert_0", "expert_1", copy.name]
-    leaves = (
-        jax.tree.leaves(setup.finished(config_of_run(folder), folder)[2])
-        for folder in (copy / "expert_0", trained[0] / "expert_0")
-    )
-    same(*({str(i): leaf for i, leaf in enumerate(each)} for each in leaves))
-    ours, theirs = evaluated(copy), evaluated(trained[0])
-    assert ours.keys() == theirs.keys()
-    for name in ours:  # another process rounds differently
-        np.testing.assert_allclose(ours[name]["loss"], theirs[name]["loss"], rtol=1e-3)
+@pytest.mark.parametrize("packing", [True, False])
+def test_weights_depend_on_the_document_so_far_in_whole_blocks(tmp_path, packing):
+    source = {"data.source": "stdlib", "data.max_bytes": 20_000, "data.seq_len": 24}
+    config = to_config(common.apply(cbtm_config.get_config("smoke"), TINY | source))
+    texts = [b"abcdefghij" * 5, b"klm", b"0123456789" * 4]
+    held = held_out_of(texts, config, tmp_path, packing)
+    found = [(held.document_N[i], held.contexts[held.context_N[i]]) for i in token_order(held)]
+    expected = [
+        (document, text[: n // 16 * 16].decode())
+        for document, text in enumerate(texts)
+        for n in range(len(text) + 1)
+    ]
+    # Windows score neither the first token nor the end of the last document.
+    assert found == (expected if packing else expected[1:-1])
 
 
 @pytest.mark.slow
 def test_sampling_by_command_and_api_and_on_two_hosts_that_share_the_experts(trained, root, capfd):
-    folder, _ = trained
     changes = {"sample.max_new_tokens": 24, "ensemble.every": 8}
-    command = ["--mode=sample", f"--workdir={folder}", "--prompt=ship deck"]
+    command = ["--mode=sample", f"--workdir={trained}", "--prompt=ship deck"]
     command += [f"--config.{key}={value}" for key, value in changes.items()]
     assert main_lib.main(["efx", *command]) == 0
     first = capfd.readouterr()
     assert first.out.startswith("ship deck") and len(first.out) > 20
-    assert "experts used, of 2: 0 for 100%, 1 for 100%" in first.err
-    assert api.sample(folder, "ship deck", changes) + "\n" == first.out
+    assert "0 for 100%, 1 for 100%" in first.err
+    assert api.sample(trained, "ship deck", changes) + "\n" == first.out
     command += [f"--coordinator_address=localhost:{free_port()}", "--num_processes=2"]
     command += ["--config.mesh.data=1", "--config.mesh.fsdp=2"]
     processes = [
@@ -243,14 +230,12 @@ def test_sampling_by_command_and_api_and_on_two_hosts_that_share_the_experts(tra
     assert printed == [first.out, ""]
 
 
-@pytest.mark.slow
 def test_experts_that_do_not_belong_together_are_refused(copy, capsys):
-    """Records in run.json are changed, as if they were of other runs."""
-    command = ["efx", "--mode=evaluate", f"--workdir={copy}"]
+    """The records of runs are changed, as if they were of other runs."""
 
     def refuse(*names, more=()):
         capsys.readouterr()
-        assert main_lib.main([*command, *more]) == 2
+        assert main_lib.main(["efx", "--mode=evaluate", f"--workdir={copy}", *more]) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and all(name in error for name in names), error
 
@@ -273,32 +258,11 @@ def test_experts_that_do_not_belong_together_are_refused(copy, capsys):
     other = {"run": "other_seed", "step": 2, "parameters": "another hash"}
     record(1, origin=other)
     refuse("expert 1 of 2", "other_seed at step 2")
-    record(0, origin=other)  # the right experts, and another seed model beside them
+    record(0, origin=other)  # experts of one seed model, and another one beside them
     refuse(str(copy / "seed"))
     shutil.rmtree(copy / "seed")
-    assert main_lib.main(command) == 0  # without the seed model on this machine
-    assert "seed model" not in evaluated(copy)
-
-
-@pytest.mark.slow
-def test_experts_stay_on_their_clustering(trained, copy, capsys):
-    folder, plan = trained
-
-    def run(job, *more):
-        capsys.readouterr()
-        arguments = [argument.replace(str(folder), str(copy)) for argument in job.arguments]
-        return main_lib.main(["efx", *arguments, *more])
-
-    assert run(plan.cluster[0], "--config.cluster.method=random") == 2
-    assert "config.cluster.method" in capsys.readouterr().err
-    shutil.rmtree(copy / "clusters")  # without it another one may be made
-    assert run(plan.cluster[0], "--config.cluster.method=random") == 0
-    move(copy / "expert_1", folder, copy)
-    assert run(plan.experts[1]) == 2
-    assert "documents" in capsys.readouterr().err
-
-
-# ---- without training ----------------------------------------------------------------------------
+    rows = api.evaluate(copy)  # without the seed model on this machine
+    assert "seed model" not in rows and rows["top 1"]["tokens"] > 100
 
 
 def test_fingerprints_are_of_names_and_values_and_not_of_placement():
@@ -316,33 +280,3 @@ def test_fingerprints_are_of_names_and_values_and_not_of_placement():
         assert fingerprint(other, 5) != first
     tables = ({"embed": {"embedding": np.pad(value[:5], ((0, n), (0, 0)))}} for n in (0, 3))
     assert len({fingerprint(table, 5) for table in tables}) == 1  # padded for another mesh
-
-
-def test_any_number_of_experts_costs_the_same(tmp_path, root):
-    source = f"{root}/configs/cbtm.py:smoke"
-    for steps, count, expected in ((100, 4, (25, 18)), (60, 1, (15, 45))):
-        extra = [f"--config.steps={steps}", f"--config.cluster.count={count}"]
-        extra.append("--config.cluster.seed_fraction=0.25")
-        plan = cbtm.make_stages(source, tmp_path, extra)
-        found = [run.config().steps for run in (*plan.seed, *plan.experts)]
-        assert tuple(found[:2]) == expected and sum(found) <= steps
-    extra = ["--config.steps=4", "--config.cluster.count=8"]
-    refused(lambda: cbtm.make_stages(source, tmp_path, extra), "config.steps=4")
-
-
-@pytest.mark.parametrize("packing", [True, False])
-def test_weights_depend_on_the_document_so_far_in_whole_blocks(tmp_path, packing):
-    """However documents are cut into rows."""
-    source = {"data.source": "stdlib", "data.max_bytes": 20_000, "data.seq_len": 24}
-    config = to_config(common.apply(cbtm_config.get_config("smoke"), TINY | source))
-    texts = [b"abcdefghij" * 5, b"klm", b"0123456789" * 4]
-    held = held_out_of(texts, config, tmp_path, packing)
-    order = token_order(held)
-    found = [(held.document_N[i], held.contexts[held.context_N[i]]) for i in order]
-    expected = [
-        (document, text[: n // 16 * 16].decode())
-        for document, text in enumerate(texts)
-        for n in range(len(text) + 1)
-    ]
-    # Windows score neither the first token nor the end of the last document.
-    assert found == (expected if packing else expected[1:-1])

@@ -1,0 +1,160 @@
+"""Clusters of documents: found without labels, balanced, reproducible, refused where impossible."""
+
+import numpy as np
+import pytest
+from refusals import refused
+
+pytest.importorskip("sklearn", reason="scikit-learn is not installed (extra studies)")
+pytest.importorskip("k_means_constrained", reason="not installed (extra studies)")
+
+from efx import main
+from efx.composition import CLUSTERS, cluster, documents_file
+from efx.composition import clustering as lib
+from efx.configs import common
+from efx.data.subset import Subset
+
+TOPICS = {
+    "sea": "ship sailor harbour anchor storm captain deck wave island whale".split(),
+    "farm": "barn plough wheat horse harvest tractor field seed cattle hay".split(),
+    "code": "compile variable pointer function loop stack thread parser token syntax".split(),
+}
+
+
+def texts_of(count=30, length=40):
+    """Return (topics, texts): `count` texts of each topic, in a random order."""
+    rng = np.random.default_rng(0)
+    pairs = [
+        (topic, " ".join(rng.choice(vocabulary, length)))
+        for topic, vocabulary in TOPICS.items()
+        for _ in range(count)
+    ]
+    topics, texts = zip(*(pairs[i] for i in rng.permutation(len(pairs))), strict=True)
+    return np.array(topics), list(texts)
+
+
+def fit(texts, seed=0, **changes):
+    block = common.base().cluster
+    block.update({"count": 3, **changes})
+    return lib.fit_clustering(texts, block, seed=seed)
+
+
+def test_topics_are_found_and_new_texts_join_theirs():
+    topics, texts = texts_of()
+    found, labels = fit(texts)
+    assert cluster.purity(topics, labels) == 1 and np.bincount(labels).tolist() == [30, 30, 30]
+    new = {topic: f"the {words[3]} and the {words[5]}" for topic, words in TOPICS.items()}
+    for topic, nearest in zip(new, found.distances(new.values()).argmin(1), strict=True):
+        assert set(topics[labels == nearest]) == {topic}
+    # Texts beyond the fitted ones join the nearest cluster.
+    _, labels = fit(texts, fit_documents=40)
+    assert len(labels) == 90 and cluster.purity(topics, labels) > 0.95
+
+
+@pytest.mark.parametrize("changes", [{"count": 7}, {"count": 1}, {"method": "random"}])
+def test_clusters_have_equal_sizes(changes):
+    """Also where topics have different sizes."""
+    topics, texts = texts_of()
+    texts = [text for topic, text in zip(topics, texts, strict=True) if topic == "sea"]
+    texts += texts_of(3)[1]
+    _, labels = fit(texts, seed=1, **changes)
+    sizes = np.bincount(labels, minlength=changes.get("count", 3))
+    assert sizes.max() - sizes.min() <= 1 and sizes.sum() == len(texts)
+
+
+def test_random_clusters_ignore_topics():
+    topics, texts = texts_of()
+    _, labels = fit(texts, method="random")
+    assert cluster.purity(topics, labels) < 0.6
+    assert (labels != fit(texts, method="random", seed=1)[1]).any()
+
+
+def test_a_clustering_is_reproducible_and_stored_whole(tmp_path):
+    texts = texts_of(10)[1]
+    (first, labels), (again, same) = fit(texts, seed=3), fit(texts, seed=3)
+    assert (labels == same).all() and (first.centres == again.centres).all()
+    first.save(tmp_path)
+    loaded = lib.Clustering.load(tmp_path)
+    np.testing.assert_array_equal(loaded.distances(texts), first.distances(texts))
+    (tmp_path / lib.ARRAYS).write_bytes((tmp_path / lib.ARRAYS).read_bytes()[:100])
+    refused(lambda: lib.Clustering.load(tmp_path), "damaged")
+    refused(lambda: lib.Clustering.load(tmp_path / "none"), "--mode=cluster")
+
+
+def test_distances_are_of_vectors_of_length_one():
+    found, _ = fit(texts_of(10)[1], dimensions=4)
+    embedded = found.embed(["ship deck barn", "", "zebra 12 of the"])
+    np.testing.assert_allclose(np.linalg.norm(embedded, axis=1), [1, 0, 0], atol=1e-6)
+    expected = np.square(embedded[:, None] - found.centres[None]).sum(-1)
+    np.testing.assert_allclose(found.distances(["ship deck barn", "", "z"]), expected, atol=1e-5)
+    words = lib.words("The Ship had 3 masts, 17 sails and x_1 = 0xff2")
+    assert words == ["ship", "masts", words[2], "sails", "x_1", words[2]]  # one word for numbers
+
+
+@pytest.mark.parametrize("texts, changes, key", [
+    (texts_of(3)[1], {"count": 10}, "config.cluster.count=10"),
+    (texts_of(3)[1], {"fit_documents": 2}, "config.cluster.fit_documents=2"),
+    (["apple", "pear", "plum", "quince"], {}, "config.cluster.min_documents=2"),
+    (["fruit pear", "fruit", "fruit plum"], {}, "config.cluster.min_documents=2"),
+])  # fmt: skip
+def test_settings_that_do_not_fit_the_documents_are_refused(texts, changes, key):
+    refused(lambda: fit(texts, **changes), key)
+
+
+# ---- the command -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A mixture of two directories of texts."""
+    for i, (topic, text) in enumerate(zip(*texts_of(12), strict=True)):
+        folder = tmp_path / ("code" if topic == "code" else "prose")
+        folder.mkdir(exist_ok=True)
+        (folder / f"{i}.txt").write_text(text)
+    return f"mix:text:{tmp_path}/prose,text:{tmp_path}/code"
+
+
+def command(root, source, workdir, **changes):
+    changes = {"cluster.count": 3, "data.source": source, "data.max_bytes": 0, **changes}
+    settings = [f"--config.{key}={value}" for key, value in changes.items()]
+    config = f"--config={root}/configs/cbtm.py:smoke"
+    return main.main(["efx", config, "--mode=cluster", f"--workdir={workdir}", *settings])
+
+
+def contents(workdir):
+    paths = (workdir / CLUSTERS).iterdir()
+    return {path.name: path.read_bytes() for path in paths if path.suffix != ".png"}
+
+
+def test_the_command_writes_the_same_clusters_again_and_keeps_them(root, source, tmp_path, capsys):
+    workdir = tmp_path / "run"
+    assert command(root, source, workdir) == 0
+    printed = capsys.readouterr().out
+    members = [Subset.load(documents_file(workdir, j)).digests for j in range(3)]
+    sizes = [len(digests) for digests in members]
+    assert max(sizes) - min(sizes) <= 1 and len(set.union(*map(set, members))) == sum(sizes)
+    assert (
+        "prose" in printed
+        and "purity" in printed
+        and (workdir / CLUSTERS / "clusters.png").exists()
+    )
+    before = contents(workdir)
+    assert command(root, source, tmp_path / "other") == 0 and contents(tmp_path / "other") == before
+    assert main.main(["efx", f"--workdir={workdir}"]) == 2  # no training beside the clusters
+    capsys.readouterr()
+    assert command(root, source, workdir, **{"cluster.count": 2}) == 2
+    assert "config.cluster.count" in capsys.readouterr().err
+    next((tmp_path / "prose").iterdir()).write_text("changed " * 40)
+    assert command(root, source, workdir) == 2
+    assert str(workdir) in capsys.readouterr().err
+    assert contents(workdir) == before and not (workdir / "checkpoints").exists()
+
+
+def test_corpora_that_cannot_be_clustered_are_refused(root, source, tmp_path, capsys):
+    for given, changes, key in (
+        (source, {"cluster.count": 99}, "config.cluster.count=99"),
+        (source, {"data.split": "tail"}, "config.data.split='tail'"),
+        ("tokens:nowhere", {"data.document_bytes": 0}, "config.data.source"),
+    ):
+        assert command(root, given, tmp_path / "run", **changes) == 2
+        error = capsys.readouterr().err
+        assert key in error and error.count("\n") == 1 and not (tmp_path / "run").exists()
