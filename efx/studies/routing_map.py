@@ -2,8 +2,8 @@
 
     python -m efx.studies.routing_map runs/mod --text 'def f(x):' --out map.html
 
-For runs with decisions per token: depth routing, experts, learned dropout, gates, composed adapters.
-The page needs a browser and nothing else. It colours the text by one row: how many routed blocks
+For runs with decisions per token: depth routing, experts, learned dropout, gates, composed
+adapters. The page needs a browser and nothing else. It colours the text by one row: how many blocks
 compute the token, its entropy or loss, or what a block decides (computed or skipped, experts, the
 kept fraction of masks, router scores). The decisions are the causal ones of evaluation and
 sampling. All numbers are also in a CSV file beside the page, a line for each token.
@@ -81,9 +81,7 @@ def rows_of_page(made):
             "number of blocks that compute the token",
             depth_T,
         )
-    add(
-        "model", "entropy", "number", "entropy of the predicted next token, in nats", made.entropy_T
-    )
+    add("model", "entropy", "number", "entropy of the next token, in nats", made.entropy_T)
     add("model", "loss", "number", "loss of the next token, in nats", made.loss_T)
     for row in made.rows:
         add(row.name, row.quantity, *token_choices.QUANTITIES[row.quantity], row.values_T)
@@ -106,7 +104,8 @@ def page(workdir, text=None, tokens=512, step=None):
 
 def frame(text, height=700):
     """Return HTML that shows a page within a notebook, for `IPython.display.HTML`."""
-    return f'<iframe style="width: 100%; height: {height}px; border: 0" srcdoc="{html.escape(text)}"></iframe>'
+    style = f"width: 100%; height: {height}px; border: 0"
+    return f'<iframe style="{style}" srcdoc="{html.escape(text)}"></iframe>'
 
 
 def study(arguments):

@@ -75,7 +75,11 @@ def token_map(model, variables, ids, keys=None, next_id=None):
 
     Raises: UsageError if the model makes no decision per token.
     """
-    log_p_TV, decisions = predictions(model, variables, ids, keys)
+    return map_of(model, *Predictor(model, variables)(ids, keys), ids, next_id)
+
+
+def map_of(model, log_p_TV, decisions, ids, next_id=None):
+    """Return the TokenMap of a pass of a `Predictor`."""
     rows = rows_of(model, decisions, len(ids))
     if not rows:
         raise UsageError(
@@ -103,24 +107,37 @@ class Decisions(NamedTuple):
     calls: dict
 
 
-def predictions(model, variables, ids, keys=None):
-    """Return (log p [T, V] of the next tokens, Decisions)."""
-    variables = models.unroll_variables(model, variables)
-    model, calls = models.unrolled(model).clone(selection="causal"), {}
-    counter = itertools.count()
+class Predictor:
+    """Compiled passes of a model over single rows, with the causal decisions."""
 
-    def count(next_fun, args, kwargs, context):
-        calls.setdefault("/".join(context.module.path), []).append(next(counter))
-        return next_fun(*args, **kwargs)
+    def __init__(self, model, variables):
+        self._variables = models.unroll_variables(model, variables)
+        model, self._calls = models.unrolled(model).clone(selection="causal"), {}
+        counter = itertools.count()
 
-    @jax.jit
-    def run(variables, ids_BT, keys):
-        with nn.intercept_methods(count):
-            logits_BTV, state = model.apply(variables, ids_BT, rngs=keys, mutable=[CHOICES])
-        return jax.nn.log_softmax(logits_BTV[0].astype(jnp.float32)), state.get(CHOICES, {})
+        def count(next_fun, args, kwargs, context):
+            self._calls.setdefault("/".join(context.module.path), []).append(next(counter))
+            return next_fun(*args, **kwargs)
 
-    log_p_TV, tree = run(variables, np.asarray(ids, np.int32)[None], keys or {})
-    return log_p_TV, Decisions(dict(_choices(jax.device_get(tree), ())), calls)
+        @jax.jit
+        def run(variables, ids_BT, keys, places):
+            with nn.intercept_methods(count):
+                logits_BTV, state = model.apply(
+                    variables, ids_BT, rngs=keys, mutable=[CHOICES], **places
+                )
+            return jax.nn.log_softmax(logits_BTV[0].astype(jnp.float32)), state.get(CHOICES, {})
+
+        self._run = run
+
+    def __call__(self, ids, keys=None, **places):
+        """Return (log p [T, V] of the next tokens, Decisions).
+
+        Args:
+          ids: [T]. places: `positions_BT` and `segment_ids_BT` of a packed row, [1, T].
+        """
+        row = np.asarray(ids, np.int32)[None]
+        log_p_TV, tree = self._run(self._variables, row, keys or {}, places)
+        return log_p_TV, Decisions(dict(_choices(jax.device_get(tree), ())), self._calls)
 
 
 def _choices(tree, path):

@@ -1,0 +1,57 @@
+"""Curves of several runs in one picture.
+
+    python -m efx.studies.plot runs/mod runs/dense --x flops --y eval/loss --out curves.png
+
+--y and --x are columns of metrics.jsonl: eval/loss, train/loss, eval/bits_per_byte, mfu, ... over
+step, tokens, flops, flops_realised or seconds. Prints the last value of each run, with the settings
+in which they differ.
+"""
+
+import sys
+
+from efx.errors import UsageError, nearest
+from efx.studies import cli, metrics
+
+
+def plot(arguments):
+    """Draw the curves."""
+    import matplotlib.figure
+    import seaborn as sns
+
+    out = cli.output_file(arguments.out, ".png", ".pdf", ".svg")
+    table, runs = metrics.read_runs(arguments.runs)
+    for name in (arguments.x, arguments.y):
+        if name not in table:
+            raise UsageError(f"{name}: no run logs this column{nearest(name, list(table))}")
+    table = table.dropna(subset=[arguments.x, arguments.y])
+    if arguments.smooth > 1:
+        means = table.groupby("run")[arguments.y].rolling(arguments.smooth, min_periods=1).mean()
+        table[arguments.y] = means.reset_index(level=0, drop=True)
+    figure = matplotlib.figure.Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    columns = {"x": arguments.x, "y": arguments.y, "hue": "run", "units": "run"}
+    sns.lineplot(table, **columns, estimator=None, ax=axes)
+    axes.grid(alpha=0.3)
+    axes.set_xscale("log" if arguments.log_x else "linear")
+    figure.savefig(out, dpi=150)
+    table[["run", arguments.x, arguments.y]].to_csv(out.with_suffix(".csv"), index=False)
+    for line in metrics.warnings(runs, arguments.y):
+        print(line)
+    last = table.groupby("run", sort=False)[[arguments.x, arguments.y]].last()
+    print(last.join(runs.set_index("run").settings).to_string())
+    print(f"written: {out}, {out.with_suffix('.csv')}")
+
+
+def main(argv=None):
+    parser = cli.Parser("efx.studies.plot", __doc__)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
+    parser.add_argument("--x", default="tokens", help="column (default: tokens)")
+    parser.add_argument("--y", default="eval/loss", help="column (default: eval/loss)")
+    parser.add_argument("--smooth", type=int, default=1, metavar="N", help="means of N points")
+    parser.add_argument("--log-x", action="store_true", help="a logarithmic x axis")
+    parser.add_argument("--out", default="curves.png", help="picture (default: curves.png)")
+    return parser.run(plot, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""The routing map, the report and plots: numbers of the model, and pages that work in a browser."""
+
+import re
+
+import families
+import jax
+import numpy as np
+import pandas as pd
+import pytest
+from browser import chromium, messages, requests
+from study_helpers import error_line, logged_run, train
+
+from efx.layers import batch_means
+from efx.studies import plot, report, routing_map, token_choices, token_text
+from efx.train.step import by_layer
+
+pytest.importorskip("plotly", reason="the extra `studies` is not installed")
+T = 24
+
+
+def a_pass(name):
+    """(TokenMap, statistics that evaluation logs) of one pass of a row of families."""
+    model = families.build(name)
+    variables = {"params": families.random_params(model, 0), **families.random_state(model)}
+    ids = families.tokens(batch=1, length=T, seed=3)[0]
+    made = token_choices.token_map(model, variables, ids, families.keys())
+    collections = ["stats", batch_means.COLLECTION, "masks"]
+    _, sown = model.apply(variables, ids[None], rngs=families.keys(), mutable=collections)
+    return made, by_layer(jax.device_get(sown["stats"]), model)
+
+
+def test_the_map_agrees_with_the_statistics_of_evaluation():
+    made, stats = a_pass("mod")
+    for name, computed_T in made.of("computed").items():
+        decided, overflow = (
+            float(stats[f"router/{kind}_fraction/{name}"]) for kind in ("decided", "overflow")
+        )
+        np.testing.assert_allclose(computed_T.mean(), decided - overflow, atol=1e-6)
+        assert 0 < computed_T.mean() < 1
+    assert set(made.of("score")) == set(made.of("computed"))
+
+
+@pytest.mark.parametrize("name, quantity", [("moe", "experts"), ("dropout_attention", "kept")])
+def test_the_map_has_rows_of_other_decisions(name, quantity):
+    rows = a_pass(name)[0].of(quantity)
+    assert rows and all(np.nanmax(values_T) > 0 for values_T in rows.values())
+
+
+def test_a_character_of_several_tokens_is_the_text_of_the_last():
+    from efx.data.tokenizers import ByteTokenizer
+
+    tokenizer = ByteTokenizer()
+    ids = [*tokenizer.encode("aé\n").tolist(), tokenizer.eot]
+    assert token_text.texts(tokenizer, ids) == ["a", "", "é", "\n", "⟨end⟩"]
+
+
+@pytest.fixture(scope="module")
+def run(root, tmp_path_factory, one_device):
+    folder = tmp_path_factory.mktemp("runs") / "mod"
+    return train(root, str(folder), "mod.py:smoke", "steps=3", "data.max_bytes=100000")
+
+
+def test_a_map_in_a_browser(run, tmp_path, capsys):
+    """The page works without network; selecting a row colours the text; keys move the token."""
+    out = tmp_path / "map.html"
+    text = "def f(x):\n    return '<b>&amp;</script>'"
+    assert routing_map.main([run, "--text", text, "--out", str(out)]) == 0
+    table = pd.read_csv(out.with_suffix(".csv"), keep_default_na=False)
+    assert "".join(table.token) == text
+    with chromium() as browser:
+        browser.get(f"file://{out}")
+        assert messages(browser) == []
+        assert [url for url in requests(browser) if not url.startswith("file:")] == []
+        shown = browser.execute_script("return find('#text').textContent")
+        assert shown == text.replace("\n", "↵\n")
+        colours = "return spans.map((span) => span.style.background)"
+        before = browser.execute_script(colours)
+        index = browser.execute_script(
+            "return data.rows.findIndex((row) => row.quantity == 'loss')"
+        )
+        browser.execute_script(f"document.querySelectorAll('#rows tr')[{index}].click()")
+        assert browser.execute_script(colours) != before
+        event = "new KeyboardEvent('keydown', {key: 'ArrowRight'})"
+        browser.execute_script(f"find('#text').dispatchEvent({event})")
+        assert "token 1, id" in browser.execute_script("return find('aside').textContent")
+
+
+def test_a_run_without_decisions_has_no_map(root, tmp_path, capsys, one_device):
+    settings = ("steps=1", "data.max_bytes=100000", "model.depth=1")
+    dense = train(root, str(tmp_path / "dense"), "mod.py:smoke,dense", *settings)
+    capsys.readouterr()
+    assert routing_map.main([dense, "--out", str(tmp_path / "map.html")]) == 2
+    error_line(capsys, "config.model.depth_routing.kind")
+
+
+def made_up_runs(folder):
+    """Two runs that differ in depth."""
+    paths = []
+    for name, depth in (("<a>", 2), ("b", 4)):
+        config = {"data": {"tokenizer": "bytes"}, "model": {"depth": depth}, "seed": 0}
+        rows = [
+            (
+                step,
+                {
+                    "train/loss": 3.0 / step,
+                    "tokens": 10 * step,
+                    "flops": 1e9 * step,
+                    "seconds": step,
+                },
+            )
+            for step in (10, 20, 30)
+        ]
+        rows.append((25, {"eval/loss": 1.0 + depth}))
+        paths.append(str(logged_run(folder / name, config, sorted(rows))))
+    return paths
+
+
+def test_a_report_in_a_browser(tmp_path):
+    paths, out = made_up_runs(tmp_path), tmp_path / "report.html"
+    assert report.main([*paths, "--out", str(out)]) == 0
+    with chromium() as browser:
+        browser.get(f"file://{out}")
+        assert messages(browser) == []
+        lines = "[...document.querySelectorAll('#runs tbody tr')]"
+        names = f"return {lines}.map((line) => line.cells[0].textContent)"
+        assert browser.execute_script(names) == ["<a>", "b"]
+        headings = "[...document.querySelectorAll('#runs th')]"
+        for _ in range(2):
+            is_loss = "(heading) => heading.textContent == 'held-out loss'"
+            browser.execute_script(f"{headings}.find({is_loss}).click()")
+        assert browser.execute_script(names) == ["b", "<a>"]
+        figures = "return document.querySelectorAll('.js-plotly-plot').length"
+        assert browser.execute_script(figures) == 2
+    assert "model.depth=4" in out.read_text()
+
+
+def test_a_plot_puts_evaluations_between_training_rows(tmp_path, capsys):
+    paths, out = made_up_runs(tmp_path), tmp_path / "curves.png"
+    assert plot.main([*paths, "--x", "tokens", "--y", "eval/loss", "--out", str(out)]) == 0
+    table = pd.read_csv(out.with_suffix(".csv"))
+    assert table.tokens.tolist() == [250, 250] and table["eval/loss"].tolist() == [3.0, 5.0]
+    assert "model.depth=4" in capsys.readouterr().out
+    assert plot.main([*paths, "--y", "eval/los", "--out", str(out)]) == 2
+    error_line(capsys, "eval/los", "eval/loss")
+    assert plot.main([*paths, "--out", str(tmp_path / "curves.txt")]) == 2
+    error_line(capsys, "curves.txt", ".png")
+
+
+def test_runs_of_different_tokenizers_are_marked(tmp_path):
+    config = {"data": {"tokenizer": "bytes"}, "seed": 0}
+    rows = [(1, {"eval/loss": 1.0})]
+    first = logged_run(tmp_path / "a", config, rows)
+    other = logged_run(tmp_path / "b", config | {"data": {"tokenizer": "bpe:512"}}, rows)
+    text = report.page([first, other])
+    assert re.search('class="warning"[^<]*eval/bits_per_byte', text)
