@@ -32,7 +32,7 @@ from efx.data.bpe import END_OF_TEXT, train_bpe
 from efx.data.tokenizers import ByteTokenizer, CharTokenizer, load_tokenizer
 from efx.errors import UsageError
 from efx.interop import hf, import_run
-from efx.interop.weights import Weights
+from efx.interop.architectures import params_from_hf
 from efx.logging import read_metrics
 from efx.sampling import TextSampler
 from efx.train import setup, trainer
@@ -657,13 +657,11 @@ class Pretrained:
             text = apply_json({"weight_map": names}, change)
             (self.copy / "model.safetensors.index.json").write_text(text, errors="surrogatepass")
         config = import_run.config_for(self.copy)
-        weights = Weights(self.copy)
-        rows = hf.read_config(self.copy)["vocab_size"]
-        hf.check_size(self.copy, to_config(config).model, rows, weights)
+        read = import_run.read_config(self.copy)
+        rows = read["vocab_size"]
         tokenizer = load_tokenizer(self.copy / "tokenizer.json")
-        import_run._check_vocabulary(self.copy, tokenizer.vocab_size, rows)
         e = setup.without_text(config, tokenizer.vocab_size, jax.devices()[:1])
-        hf.params_from_hf(weights, e.model, jax.random.key(0), rows)
+        params_from_hf(import_run.Tensors(self.copy), e.model, read["model_type"], rows)
 
     def close(self):
         pass

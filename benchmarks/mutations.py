@@ -181,7 +181,7 @@ FAULTS = [
     ("sampling: the same noise at each token", "efx/sampling.py",
      "jax.random.fold_in(key, index), logits_BV", "key, logits_BV", "runs/test_sample.py"),
     # ---- interop and studies
-    ("import: matrices as stored", "efx/interop/hf.py",
+    ("import: matrices as stored", "efx/interop/architectures.py",
      "array = array.T if transposed else array", "array = array.T if False else array",
      "models/test_import.py models/test_interop.py"),
     ("export: halves of rotary pairs", "efx/interop/exported/modeling_efx.py",

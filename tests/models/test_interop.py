@@ -145,6 +145,9 @@ def test_logits_are_those_of_transformers_and_the_model_comes_back(variant, tmp_
         {"mlp.kind": "moe"},
         {"depth_routing.kind": "mod"},
         {"dropout.kind": "elementwise"},
+        {"dense_former.on": True},
+        {"soft_experts.num": 2},
+        {"mup.base_width": 8},
     ],
     ids=str,
 )

@@ -5,7 +5,6 @@ import functools
 import typing
 
 import families
-import jax
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
