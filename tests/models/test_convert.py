@@ -56,10 +56,10 @@ def settings(tmp_path_factory):
 @pytest.fixture(scope="module")
 def parent(settings, tmp_path_factory):
     """A dense run with scanned layers."""
-    folder = tmp_path_factory.mktemp("runs") / "parent"
+    run_path = tmp_path_factory.mktemp("runs") / "parent"
     changes = {**settings, **DENSE}
-    assert run("--config", "mod:smoke", "--workdir", folder, **changes) == 0
-    return folder
+    assert run("--config", "mod:smoke", "--workdir", run_path, **changes) == 0
+    return run_path
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +123,8 @@ def test_an_imported_run_is_converted(imported, tmp_path):  # noqa: F811
 
 def test_every_second_block_is_dropped(parent, tmp_path):
     """The other blocks, and all around them, are the parent's."""
-    folder = converted(parent, tmp_path / "drop", to="layer_drop")
-    (_, before), (half, after) = read(parent), read(folder)
+    run_path = converted(parent, tmp_path / "drop", to="layer_drop")
+    (_, before), (half, after) = read(parent), read(run_path)
     assert half.config.depth == 2 and half.config.depth_routing.kind == "none"
     layers = before["params"]["layers"]
     layers = {"block_0": layers["block_0"], "block_1": layers["block_2"]}
@@ -132,9 +132,10 @@ def test_every_second_block_is_dropped(parent, tmp_path):
     families.assert_trees_close(after["params"], expected, rtol=0, atol=0)
 
 
-def test_blocks_whose_positions_go_by_their_number_are_not_dropped(parent, tmp_path, capsys):
-    shutil.copytree(parent, tmp_path / "parent")
-    record(tmp_path / "parent", {"model.attention.no_rope_every": 2})
+@pytest.mark.slow
+def test_blocks_whose_positions_go_by_their_number_are_not_dropped(settings, tmp_path, capsys):
+    changes = settings | DENSE | {"model.scan_layers": False, "model.attention.no_rope_every": 2}
+    assert run("--config", "mod:smoke", "--workdir", tmp_path / "parent", **changes) == 0
     flags = ("--mode=convert", "--from", tmp_path / "parent", "--to", "layer_drop")
     assert run(*flags, "--workdir", tmp_path / "drop") == 2
     assert "block 2" in error_line(capsys)
@@ -146,8 +147,8 @@ def test_only_new_parameters_are_trained(parent, tmp_path, variant):
     """By a config of its own, whose model becomes the parent's."""
     config = ("--config", f"convert_mod:{variant}")
     changes = {"data.seq_len": 16, "adapter.sites": ".*/(query|up)"}
-    folder = converted(parent, tmp_path / "run", *config, **changes)
-    config, (_, variables) = config_of_run(folder), read(folder)
+    run_path = converted(parent, tmp_path / "run", *config, **changes)
+    config, (_, variables) = config_of_run(run_path), read(run_path)
     assert config.init.run == (str(parent) if variant == "adapters" else "")
     assert config.model.width == 32 and config.data.source == "stdlib"
     groups = optim.parameter_groups(config.optim, variables["params"])
@@ -171,29 +172,29 @@ def test_without_a_weight_there_is_no_teacher(child):
 @pytest.fixture(scope="module")
 def distilled(parent, tmp_path_factory):
     """(A conversion, a copy of it that has followed its parent for four steps)."""
-    start, folder = (tmp_path_factory.mktemp("distilled") / name for name in ("start", "run"))
+    start, run_path = (tmp_path_factory.mktemp("distilled") / name for name in ("start", "run"))
     changes = {"losses.distill": 0.5, "steps": 4, "model.depth_routing.capacity_stages": "()"}
     converted(parent, start, **changes)
-    shutil.copytree(start, folder)
-    assert run("--workdir", folder, **{"checkpoint.every": 2}) == 0
-    return start, folder
+    shutil.copytree(start, run_path)
+    assert run("--workdir", run_path, **{"checkpoint.every": 2}) == 0
+    return start, run_path
 
 
 @pytest.mark.slow
 def test_a_converted_run_follows_its_parent(parent, distilled):
     """The distance is logged, and the teacher's FLOPs are counted."""
-    _, folder = distilled
-    rows = [row for row in read_metrics(folder) if "train/loss" in row]
+    _, run_path = distilled
+    rows = [row for row in read_metrics(run_path) if "train/loss" in row]
     assert all(row["losses/distill"] > 0 for row in rows)
     objective = rows[-1]["train/loss"] + 0.5 * rows[-1]["losses/distill"]
     np.testing.assert_allclose(rows[-1]["train/objective"], objective, rtol=1e-5)
-    e = setup.experiment(to_config(config_of_run(folder)), folder)
+    e = setup.experiment(to_config(config_of_run(run_path)), run_path)
     teacher = e.teacher.model.ledger(16, "causal").nominal_per_token * e.tokens_per_step
     assert rows[-1]["flops"] == 4 * (e.ledger.train_flops(e.tokens_per_step) + teacher)
     forward = flops.executed(e.teacher.model, 16, 4, train=False)
     assert rows[-1]["flops_realised"] == 4 * (3 * flops.executed(e.model, 16, 4) + forward)
     assert rows[-1]["flops_teacher"] == 4 * forward
-    record = run_dir.run_record(folder)["teacher"]
+    record = run_dir.run_record(run_path)["teacher"]
     assert record["run"] == str(parent) and record["step"] == 2
 
 
@@ -228,12 +229,12 @@ REFUSED = {
 def test_runs_that_cannot_be_converted_are_refused(parent, tmp_path, capsys, monkeypatch, case):
     given, recorded, name = REFUSED[case]
     monkeypatch.chdir(tmp_path)
-    folder = parent
+    run_path = parent
     if recorded:
-        folder = tmp_path / "parent"
-        shutil.copytree(parent, folder)
-        record(folder, recorded)
-    flags = {"--from": folder, "--to": "mod", "--workdir": "run"}
+        run_path = tmp_path / "parent"
+        shutil.copytree(parent, run_path)
+        record(run_path, recorded)
+    flags = {"--from": run_path, "--to": "mod", "--workdir": "run"}
     flags |= {key: value for key, value in given.items() if key.startswith("--")}
     changes = {key: value for key, value in given.items() if not key.startswith("--")}
     arguments = [f"{flag}={value}" for flag, value in flags.items()]

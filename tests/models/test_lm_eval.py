@@ -49,12 +49,13 @@ metric_list: [{metric: exact_match}]
 @pytest.fixture(scope="module")
 def lm_eval(tmp_path_factory):
     """The module, with lm-eval in a cache of its own and without network."""
-    library = pytest.importorskip("lm_eval", reason="lm-eval is not installed (extra eval)")
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed (extra eval)")
     import datasets
 
     from efx.interop import lm_eval
 
-    manager = library.tasks.TaskManager
+    tasks = importlib.import_module("lm_eval.tasks")
+    manager = tasks.TaskManager
     with pytest.MonkeyPatch.context() as patch:
         cache = tmp_path_factory.mktemp("datasets")
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(cache))
@@ -63,7 +64,7 @@ def lm_eval(tmp_path_factory):
         evaluator = importlib.import_module("lm_eval.evaluator")
         patch.setattr(evaluator, "add_env_info", lambda results: None)
         patch.setattr(
-            library.tasks,
+            tasks,
             "TaskManager",
             lambda *args, **options: manager(*args, **options | {"include_defaults": False}),
         )
@@ -131,6 +132,7 @@ def test_answers_are_those_of_lm_evals_own_model(
     """Of a dense run and of a Mixture-of-Depths: by the command, and by `hf` on their exports."""
     pytest.importorskip("accelerate", reason="accelerate is not installed (extra interop)")
     library = importlib.import_module("lm_eval")
+    manager = importlib.import_module("lm_eval.tasks").TaskManager()
     hf_model = importlib.import_module("lm_eval.models.huggingface").HFLM
     with pytest.MonkeyPatch.context() as patch:
         modules = str(tmp_path / "modules")
@@ -145,7 +147,6 @@ def test_answers_are_those_of_lm_evals_own_model(
             options = dict(device="cpu", dtype="float32", batch_size=3, trust_remote_code=True)
             model = hf_model(pretrained=exported, **options)
             options = dict(tasks=tasks, log_samples=True, bootstrap_iters=0)
-            manager = library.tasks.TaskManager(include_defaults=False)
             theirs = library.simple_evaluate(model=model, task_manager=manager, **options)
             (results,) = out.glob("ours_*.json")
             ours = json.loads(results.read_text())
