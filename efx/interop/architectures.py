@@ -32,7 +32,7 @@ class Architecture:
       partial_rope: config.json may rotate a part of each head.
       by_head: joined arrays are interleaved by head, [N, 3, H], not one after another, [3, N, H].
       transposed: matrices are stored as [out, in]. The output layer always is.
-      windows: config.json has windows of attention. no_rope: it has layers without positions.
+      no_rope: config.json has layers without positions.
     """
 
     name: str
@@ -43,20 +43,7 @@ class Architecture:
     partial_rope: bool = False
     by_head: bool = False
     transposed: bool = True
-    windows: bool = False
     no_rope: bool = False
-
-    @property
-    def keys(self):
-        """The keys of config.json that `settings_of` reads."""
-        keys = {*self.settings, "vocab_size"}
-        if self.fixed["positions"] == "rope":
-            keys |= {"rope_parameters", "rope_scaling", "rope_theta"}
-        if self.partial_rope:
-            keys |= {"partial_rotary_factor", "rotary_pct", "rotary_emb_base"}
-        if self.windows:
-            keys |= {"use_sliding_window", "sliding_window", "layer_types", "max_window_layers"}
-        return keys | ({"no_rope_layers", "no_rope_layer_interval"} if self.no_rope else set())
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -207,7 +194,6 @@ ARCHITECTURES = {
         _LLAMA,
         _LLAMA_MODULES,
         {"attention.bias": "qkv"},
-        windows=True,
     ),
     "qwen3": _row(
         "Qwen3",
@@ -215,14 +201,12 @@ ARCHITECTURES = {
         {**_LLAMA, **_BIAS},
         _LLAMA_MODULES,
         {"attention.qk_norm": "head"},
-        windows=True,
     ),
     "smollm3": _row(
         "SmolLM3",
         "SmolLM3ForCausalLM",
         {**_LLAMA, **_BIAS, "mlp_bias": "use_bias"},
         _LLAMA_MODULES,
-        windows=True,
         no_rope=True,
     ),
 }
@@ -274,8 +258,8 @@ def settings_of(hf):
         settings[ours] = settings.get(ours) or default
     if settings["positions"] == "rope":
         settings |= _rope(hf["rope_parameters"], row.partial_rope)
-    if row.windows:
-        settings["attention.window"] = _window(hf)
+    if set(hf.get("layer_types") or ["full_attention"]) != {"full_attention"}:
+        _refuse("layer_types", hf["layer_types"], "efx imports full attention in all layers")
     if row.no_rope:
         settings["attention.no_rope_every"] = _no_rope_every(hf)
     return {f"model.{key}": value for key, value in settings.items()}
@@ -299,15 +283,6 @@ def _rope(rope, partial):
         "attention.rope_fraction": float(fraction),
         **{f"attention.rope_scaling.{name}": value for name, value in scaling.items()},
     }
-
-
-def _window(hf):
-    layer_types = hf["layer_types"]
-    if set(layer_types) == {"full_attention"}:
-        return 0
-    if set(layer_types) == {"sliding_attention"} and hf["sliding_window"]:
-        return hf["sliding_window"]
-    _refuse("layer_types", layer_types, "efx has one attention.window for all layers")
 
 
 def _no_rope_every(hf):
@@ -373,10 +348,6 @@ def _written(row, model_type, vocab_size, c):
     if row.partial_rope:
         config["rotary_pct"], config["rotary_emb_base"] = a.rope_fraction, a.rope_theta
         config["rope_parameters"]["partial_rotary_factor"] = a.rope_fraction
-    if row.windows:
-        config["use_sliding_window"] = a.window > 0
-        config["sliding_window"] = a.window or None
-        config["layer_types"] = ["sliding_attention" if a.window else "full_attention"] * c.depth
     if row.no_rope:
         config["no_rope_layers"] = [int(a.of_block(i).rope_theta > 0) for i in range(c.depth)]
     return config
@@ -402,45 +373,40 @@ def params_from_hf(arrays, model, model_type, rows=0):
     model = models.changed(model, **{"depth_routing.kind": "none", "scan_layers": False})
     tree = models.unboxed_shapes(model)["params"]
     shapes = {path: leaf.shape for path, leaf in flatten_dict(tree, sep="/").items()}
+    entries = [*_entries(row, model.config, shapes)]
     prefix = next(iter(row.modules)).split(".")[0] + "."
-    names = {name.removeprefix(prefix): name for name in arrays if not _BUFFERS.fullmatch(name)}
-    if "embed_out.weight" not in names and model_type == "gpt_neox" and "lm_head.weight" in names:
-        names["embed_out.weight"] = names.pop("lm_head.weight")  # of newer versions
-    entries = [
-        (name.removeprefix(prefix), *entry) for name, *entry in _entries(row, model.config, shapes)
-    ]
-    head = None
-    if model.config.tied:
-        head = names.pop("lm_head.weight", names.pop("embed_out.weight", None))
+    names = {}
+    for name in arrays:
+        if not _BUFFERS.fullmatch(name):
+            is_bare = prefix + name in {expected for expected, *_ in entries}
+            names[prefix + name if is_bare else name] = name
+    head = names.pop(f"{[*row.modules][-1]}.weight", None) if model.config.tied else None
     for verb, wrong in (
         ("lacks", {name for name, *_ in entries} - names.keys()),
         ("has arrays that this model lacks:", names.keys() - {name for name, *_ in entries}),
     ):
         if wrong:
             raise UsageError(f"the Hugging Face checkpoint {verb} {', '.join(sorted(wrong)[:3])}")
-    flat, heads = {}, model.config.attention.num_heads if row.by_head else 1
+    if head and not np.array_equal(arrays[head], arrays[names[entries[0][0]]]):
+        raise UsageError(f"{head}: differs from the embedding in spite of tie_word_embeddings=true")
+    flat = {}
     for name, paths, transposed in entries:
         array = np.asarray(arrays[names[name]]).astype(np.float32)
-        if head is not None and paths == ["embed/embedding"]:
-            if not np.array_equal(array, np.asarray(arrays[head]).astype(np.float32)):
-                raise UsageError(
-                    f"{head}: differs from {names[name]}, but config.json has "
-                    "tie_word_embeddings=true"
-                )
-        used = [_without_padding(path, shapes[path], model.vocab_size) for path in paths]
+        array = array.T if transposed else array
         stored = [_without_padding(path, shapes[path], rows or model.vocab_size) for path in paths]
         expected = (*stored[0][:-1], sum(shape[-1] for shape in stored))
-        if array.shape != (expected[::-1] if transposed else expected):
+        if array.shape != expected:
             raise UsageError(
-                f"{names[name]}: has shape {array.shape}; config.json describes "
-                f"{expected[::-1] if transposed else expected}"
+                f"{name}: has shape {array.shape}; config.json describes {expected} (as [in, out])"
             )
-        array = array.T if transposed else array
-        by_head = array.reshape(*array.shape[:-1], heads if len(paths) > 1 else 1, len(paths), -1)
+        heads = model.config.attention.num_heads if row.by_head and len(paths) > 1 else 1
+        by_head = array.reshape(*array.shape[:-1], heads, len(paths), -1)
         for i, path in enumerate(paths):
-            part = by_head[..., i, :].reshape(stored[i])[tuple(map(slice, used[i]))]
-            padding = [(0, n - m) for n, m in zip(shapes[path], part.shape, strict=True)]
-            flat[path] = np.pad(part, padding)
+            used = _without_padding(path, shapes[path], model.vocab_size)
+            part = by_head[..., i, :].reshape(stored[i])[tuple(map(slice, used))]
+            flat[path] = np.pad(
+                part, [(0, n - m) for n, m in zip(shapes[path], part.shape, strict=True)]
+            )
     return unflatten_dict(flat, sep="/")
 
 

@@ -149,7 +149,7 @@ def _inherited_settings(parent, to):
 
 def _check_config(config, parent, to):
     """Raise UsageError for a setting with which the model would not start as its parent."""
-    routing, plain = config.model.depth_routing, run_dir.dotted(schema.as_dict(config.model))
+    routing = config.model.depth_routing
     expected = "mod" if to == "mod" else "none"
     if routing.kind != expected:
         raise UsageError(
@@ -160,12 +160,7 @@ def _check_config(config, parent, to):
             f"config.model.depth_routing.gate={routing.gate!r}: must be 1 for a score of 0, so "
             f"that the model starts as its parent: use {' or '.join(_GATES)}"
         )
-    for key, value in _inherited_settings(parent, to).items():
-        is_shorter = key == "context" and plain["positions"] != "learned" and 0 < plain[key] < value
-        if plain[key] != value and not is_shorter:
-            raise UsageError(
-                f"config.model.{key}={plain[key]!r}: the model of --from has {value!r}"
-            )
+    new_run.check_inherited(config, _inherited_settings(parent, to))
 
 
 def _without_every_second_block(variables, parent, model):

@@ -10,7 +10,6 @@ from safetensors import SafetensorError, safe_open
 
 from efx import io, run_dir
 from efx.checkpoint.params import fingerprint
-from efx.config import schema
 from efx.config.load import to_config
 from efx.config.run import default_config
 from efx.data.tokenizers import load_tokenizer
@@ -30,15 +29,20 @@ RECIPE = {
     "evaluate.batch_size": 8,
 }
 _SEQ_LEN = 512
-# Keys of config.json without influence on logits, besides those of all architectures.
-_IGNORED = frozenset(
+# Keys of config.json that change no logits of any architecture here, or that transformers turns
+# into keys that `settings_of` reads.
+_KNOWN = frozenset(
     """attention_dropout attn_pdrop auto_map bos_token_id classifier_dropout do_sample embd_pdrop
-    eos_token_id hidden_dropout initializer_range is_decoder max_length n_ctx output_past
-    pad_token_id predict_special_tokens pretraining_tp reorder_and_upcast_attn resid_pdrop
-    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
-    task_specific_params temperature tokenizer_class top_k top_p torch_dtype torchscript
-    transformers.js_config unsloth_fixed unsloth_version use_cache _num_labels
-    _attn_implementation_autoset is_llama_config""".split()
+    eos_token_id hidden_dropout initializer_range is_decoder is_llama_config max_length n_ctx
+    _num_labels output_past pad_token_id predict_special_tokens pretraining_tp
+    reorder_and_upcast_attn resid_pdrop summary_activation summary_first_dropout
+    summary_proj_to_labels summary_type summary_use_proj task_specific_params temperature
+    tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config unsloth_fixed
+    unsloth_version use_cache vocab_size
+
+    layer_types max_window_layers no_rope_layer_interval no_rope_layers partial_rotary_factor
+    rope_parameters rope_scaling rope_theta rotary_emb_base rotary_pct sliding_window
+    use_sliding_window""".split()
 )
 
 
@@ -65,11 +69,13 @@ def read_config(folder):
         config = transformers.AutoConfig.from_pretrained(folder)
     except Exception as error:  # its checks raise many kinds of errors
         raise UsageError(f"{path} cannot be read: {first_line(error)}") from error
-    keys, defaults = ARCHITECTURES[model_type].keys, type(config)().to_dict()
-    ignored = _IGNORED | transformers.PreTrainedConfig().to_dict().keys() - {"is_encoder_decoder"}
+    defaults = type(config)().to_dict()
+    keys = _KNOWN | ARCHITECTURES[model_type].settings.keys()
+    keys |= transformers.PreTrainedConfig().to_dict().keys() - {"is_encoder_decoder"}
     for key, value in given.items():
-        # transformers ignores keys without a default; a false or empty one enables nothing.
-        if key not in keys | ignored and value and value != defaults.get(key):
+        # transformers ignores most keys without a default; a false or empty one enables nothing.
+        differs = value != defaults[key] if key in defaults else value
+        if key not in keys and differs:
             raise UsageError(
                 f"{path}: {key}={value!r}: efx cannot represent this setting{nearest(key, keys)}"
             )
@@ -190,17 +196,14 @@ def import_run(config, folder, workdir, *, command_line=()):
 
 def _check_settings(config, imported):
     """Raise UsageError for a setting of the model that differs from the checkpoint's."""
-    for key, kind in (
-        ("adapter.kind", config.adapter.kind),
-        ("model.dropout.kind", config.model.dropout.kind if config.model.dropout.learned else ""),
+    for key, kind, has_parameters in (
+        ("adapter", config.adapter.kind, config.adapter.kind != "none"),
+        ("model.dropout", config.model.dropout.kind, config.model.dropout.learned),
     ):
-        if kind not in ("none", ""):
+        if has_parameters:
             raise UsageError(
-                f"config.{key}={kind!r}: a Hugging Face checkpoint has no parameters for it; "
+                f"config.{key}.kind={kind!r}: a Hugging Face checkpoint has no parameters for it; "
                 "import without it, then train a run with config.init.run"
             )
-    plain = run_dir.dotted(schema.as_dict(config))
-    for key, value in imported.items():
-        is_shorter = key == "model.context" and plain["model.positions"] == "rope"
-        if plain[key] != value and not (is_shorter and plain[key] < value):
-            raise UsageError(f"config.{key}={plain[key]!r}: the model of --from has {value!r}")
+    settings = {key.removeprefix("model."): value for key, value in imported.items()}
+    new_run.check_inherited(config, settings)

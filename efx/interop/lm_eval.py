@@ -5,7 +5,6 @@
 All flags but these are those of lm-eval's own command, `lm_eval --model efx`, see `lm_eval --help`:
     --workdir RUN           run directory, of any model family
     --step N                step of the checkpoint (default: the newest)
-    --max_length N          tokens of the longest row (default: the context)
     --config.<key>=<value>  settings of the run, such as --config.train.dtype=bfloat16
 Results go to RUN/lm_eval/results_<time>.json unless --output_path is set; the default of
 --batch_size is 8. The model answers by the causal decisions of sampling, so that a score depends
@@ -54,12 +53,11 @@ class EfxLM(TemplateLM):
     Args:
       workdir: run directory. step: of the checkpoint; None: the newest.
       batch_size: rows computed together, rounded up to a multiple of the mesh's batch axes.
-      max_length: tokens of the longest row; None: the model's context.
       settings: {"config.<key>": value} that replaces the run's.
     """
 
     def __init__(
-        self, workdir, step=None, batch_size=8, max_length=None, max_batch_size=None, device=None,
+        self, workdir, step=None, batch_size=8, max_batch_size=None, device=None,
         **settings,
     ):  # fmt: skip
         super().__init__()
@@ -77,11 +75,7 @@ class EfxLM(TemplateLM):
         self.model, self.efx_tokenizer = built.model, built.tokenizer
         self.variables = {"params": params, **variables}
         self.mesh, self.rules = built.mesh, sharding.unsplit(built.rules, "length")
-        self.max_length = int(max_length or self.model.context)
-        if not 2 <= self.max_length <= self.model.context:
-            raise UsageError(
-                f"--max_length={max_length}: must be from 2 to the context, {self.model.context}"
-            )
+        self.max_length = self.model.context
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise UsageError(f"--batch_size={batch_size}: must be a number of at least 1")
         shards = sharding.shard_count(self.mesh, self.rules, "batch")
@@ -283,7 +277,6 @@ def main(argv=None):
     )
     parser.add_argument("--workdir", required=True)
     parser.add_argument("--step", type=int)
-    parser.add_argument("--max_length", type=int)
     given, rest = parser.parse_known_args(argv)
     model = {key: value for key, value in vars(given).items() if value is not None}
     for argument in [argument for argument in rest if argument.startswith("--config.")]:

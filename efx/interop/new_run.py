@@ -66,6 +66,20 @@ def opened(workdir, config, command_line):
             raise
 
 
+def check_inherited(config, settings):
+    """Raise UsageError unless a `Config` has these settings, {key of config.model: value}.
+
+    A shorter context is allowed, unless positions are learned.
+    """
+    model = run_dir.dotted(schema.as_dict(config.model))
+    for key, value in settings.items():
+        is_shorter = key == "context" and model["positions"] != "learned" and 0 < model[key] < value
+        if model[key] != value and not is_shorter:
+            raise UsageError(
+                f"config.model.{key}={model[key]!r}: the model of --from has {value!r}"
+            )
+
+
 def initial_state(training, variables, routing=None):
     """`TrainState` of step 0 with the arrays of a dense model and new ones where it has none.
 

@@ -56,10 +56,6 @@ VARIANTS = {
         GROUPED_TIED | dict(head_dim=6, attention_bias=True, rope_parameters=LLAMA3),
     ),
     "qwen2": ("qwen2", GROUPED_TIED | dict(rms_norm_eps=1e-3)),
-    "qwen2_window": (
-        "qwen2",
-        dict(use_sliding_window=True, sliding_window=7, max_window_layers=0, num_key_value_heads=1),
-    ),
     "qwen3": ("qwen3", GROUPED_TIED | dict(head_dim=6, rope_parameters=LLAMA3)),
     "smollm3": ("smollm3", NO_ROPE | dict(rope_parameters=LLAMA3)),
     "neox": ("gpt_neox", dict(rope_parameters=QUARTER)),
@@ -138,6 +134,7 @@ def test_logits_are_those_of_transformers_and_the_model_comes_back(variant, tmp_
     "changes",
     [
         {"attention.softcap": 3.0},
+        {"attention.window": 7},
         {"attention.qk_norm": "head", "block_kind": "parallel"},
         {"attention.rope_fraction": 0.5},
         {"positions": "none"},
@@ -165,6 +162,7 @@ def test_a_model_is_not_written_as_an_architecture_that_lacks_a_setting(changes)
         ("gemma2", {}, "model_type='gemma2'"),
         ("efx", {}, "model_type='efx'"),
         ("gpt2", {"alibi": True}, "alibi=True"),
+        ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config="),
         ("llama", {"num_hidden_layers": "two"}, "num_hidden_layers"),
