@@ -161,14 +161,6 @@ def test_only_new_parameters_are_trained(parent, tmp_path, variant):
 # ---- distillation from the parent ----------------------------------------------------------------
 
 
-def test_without_a_weight_there_is_no_teacher(child):
-    config = config_of_run(child)
-    vocab_size = setup.setup(to_config(config), child).tokenizer.vocab_size
-    assert setup.without_text(to_config(config), vocab_size).teacher is None
-    config.losses.distill = 1.0
-    assert setup.without_text(to_config(config), vocab_size).teacher is not None
-
-
 @pytest.fixture(scope="module")
 def distilled(parent, tmp_path_factory):
     """(A conversion, a copy of it that has followed its parent for four steps)."""
@@ -213,7 +205,6 @@ def test_another_teacher_is_refused(parent, distilled, tmp_path, capsys):
 
 # What the command gets, what is changed in the parent's config.json, what the message names.
 REFUSED = {
-    "no parent": ({"--from": ""}, {}, "--from"),
     "unknown kind": ({"--to": "mode"}, {}, "--to=mode"),
     "routed parent": ({}, {"model.depth_routing.kind": "mod"}, "depth_routing.kind='mod'"),
     "adapted parent": ({}, {"adapter.kind": "lora"}, "config.adapter.kind='lora'"),
@@ -221,7 +212,6 @@ REFUSED = {
     "width": ({"model.width": 64}, {}, "config.model.width=64"),
     "tokenizer": ({"data.tokenizer": "bpe:300"}, {}, "config.data.tokenizer='bpe:300'"),
     "family": ({"--config": "latent:smoke"}, {}, "config.model.family='latent'"),
-    "blocks": ({"model.depth_routing.blocks": "(1,9)"}, {}, "depth_routing.blocks=(1, 9)"),
 }
 
 
