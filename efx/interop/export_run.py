@@ -15,7 +15,7 @@ from efx.data.bpe import END_OF_TEXT, byte_of_character
 from efx.data.tokenizers import ByteTokenizer, CharTokenizer
 from efx.errors import UsageError, nearest
 from efx.interop import hf, own_format
-from efx.interop.hf_config import ARCHITECTURES
+from efx.interop.architectures import ARCHITECTURES
 from efx.interop.weights import SHARD_BYTES, WRITTEN_DTYPES
 from efx.layers.flops import count_params
 from efx.logging import quantity

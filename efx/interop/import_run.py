@@ -1,32 +1,27 @@
 """The run directory of a pretrained model: --mode=import --from FOLDER --workdir RUN.
 
-The folder is one of Hugging Face: config.json, *.safetensors, tokenizer.json. Everything is read
-and checked before the run directory is written; it then holds config, tokenizer and a checkpoint of
-step 0, like that of a new run.
+The folder has config.json, tokenizer.json and safetensors files, as transformers saves them. The
+run directory has config, tokenizer and a checkpoint of step 0, like that of a new run.
 """
 
-import jax
-import numpy as np
-from flax import linen as nn
+from collections.abc import Mapping
 
-from efx import io, models, run_dir
+from safetensors import SafetensorError, safe_open
+
+from efx import io, run_dir
 from efx.checkpoint.params import fingerprint
-from efx.config import schema
 from efx.config.load import to_config
 from efx.config.run import default_config
 from efx.data.tokenizers import load_tokenizer
-from efx.errors import UsageError, is_primary
-from efx.interop import hf, new_run
-from efx.interop.hf_config import ARCHITECTURES
-from efx.interop.weights import Weights
+from efx.errors import UsageError, extra, first_line, is_primary, nearest
+from efx.interop import new_run
+from efx.interop.architectures import ARCHITECTURES, params_from_hf, settings_of
 from efx.layers.flops import count_params
 from efx.logging import quantity
-from efx.parallel import multihost, sharding
-from efx.train import other_runs, setup
-from efx.train import step as step_lib
+from efx.train import other_runs
 
-# What an imported run trains by where no --config says it: a learning rate for parameters that are
-# trained already, and rows that fit into the memory of a small machine.
+INDEX = "model.safetensors.index.json"
+# How an import without --config trains: for trained parameters, on a small machine.
 RECIPE = {
     "optim.learning_rate": 2e-5,
     "optim.schedule.warmup_steps": 20,
@@ -34,28 +29,114 @@ RECIPE = {
     "evaluate.batch_size": 8,
 }
 _SEQ_LEN = 512
-# An embedding may have more rows than there are tokens, for its size to be a round number. More of
-# them than this fraction, and the tokenizer is another model's.
-_MOST_PADDING = 0.05
+# Keys of config.json that change no logits of any architecture here, or that transformers turns
+# into keys that `settings_of` reads.
+_KNOWN = frozenset(
+    """attention_dropout attn_pdrop auto_map bos_token_id classifier_dropout do_sample embd_pdrop
+    eos_token_id hidden_dropout initializer_range is_decoder is_llama_config max_length n_ctx
+    _num_labels output_past pad_token_id predict_special_tokens pretraining_tp
+    reorder_and_upcast_attn resid_pdrop summary_activation summary_first_dropout
+    summary_proj_to_labels summary_type summary_use_proj task_specific_params temperature
+    tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config unsloth_fixed
+    unsloth_version use_cache vocab_size
+
+    layer_types max_window_layers no_rope_layer_interval no_rope_layers partial_rotary_factor
+    rope_parameters rope_scaling rope_theta rotary_emb_base rotary_pct sliding_window
+    use_sliding_window""".split()
+)
+
+
+# ---- the folder ----------------------------------------------------------------------------------
+
+
+def read_config(folder):
+    """Contents of a folder's config.json, with the defaults of transformers.
+
+    Raises: UsageError for another architecture, and for a key that may change logits and is unknown
+      to efx.
+    """
+    path = folder / "config.json"
+    given = _read_json(path)
+    model_type = given.get("model_type") if isinstance(given, dict) else None
+    if model_type not in tuple(ARCHITECTURES):
+        known = ", ".join(f"{kind} ({row.name})" for kind, row in ARCHITECTURES.items())
+        raise UsageError(f"{path}: model_type={model_type!r}: efx imports {known}")
+    try:
+        import transformers
+    except ImportError:
+        raise UsageError(f"--mode=import needs transformers: install {extra('interop')}") from None
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+    except Exception as error:  # its checks raise many kinds of errors
+        raise UsageError(f"{path} cannot be read: {first_line(error)}") from error
+    defaults = type(config)().to_dict()
+    keys = _KNOWN | ARCHITECTURES[model_type].settings.keys()
+    keys |= transformers.PreTrainedConfig().to_dict().keys() - {"is_encoder_decoder"}
+    for key, value in given.items():
+        # transformers ignores most keys without a default; a false or empty one enables nothing.
+        differs = value != defaults[key] if key in defaults else value
+        if key not in keys and differs:
+            raise UsageError(
+                f"{path}: {key}={value!r}: efx cannot represent this setting{nearest(key, keys)}"
+            )
+    return config.to_dict()
+
+
+class Tensors(Mapping):
+    """The arrays in model.safetensors, or in the shards of its index, read one at a time."""
+
+    def __init__(self, folder):
+        self._files, shards = {}, ["model.safetensors"]
+        if (folder / INDEX).exists():
+            index = _read_json(folder / INDEX)
+            shard_of = index.get("weight_map") if isinstance(index, dict) else None
+            if not isinstance(shard_of, dict) or not all(map(io.stays_below, shard_of.values())):
+                raise UsageError(f"{folder / INDEX}: weight_map must be a table of file names")
+            shards = sorted(set(shard_of.values()))
+        for shard in shards:
+            try:
+                file = safe_open(folder / shard, framework="numpy")
+            except (OSError, SafetensorError) as error:
+                raise UsageError(f"{folder / shard} cannot be read: {first_line(error)}") from error
+            self._files |= dict.fromkeys(file.keys(), file)
+
+    def __getitem__(self, name):
+        return self._files[name].get_tensor(name)
+
+    def __iter__(self):
+        return iter(self._files)
+
+    def __len__(self):
+        return len(self._files)
+
+
+def _read_json(path):
+    try:
+        return io.read_json(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{path} cannot be read: {first_line(error)}; use the folder of a Hugging Face model"
+        ) from error
+
+
+# ---- the run -------------------------------------------------------------------------------------
 
 
 def config_for(folder, config=None):
     """The config of a run of the model in a Hugging Face folder.
 
     Args:
-      config: ConfigDict that says how the run trains; its model becomes that of the folder, but for
-        depth routing and what does not change what is computed. None: `RECIPE`.
-    Raises: UsageError naming what efx cannot reproduce.
+      config: ConfigDict with the settings of training and depth routing; its other settings of the
+        model are replaced. None: `RECIPE`.
     """
     folder = io.local_path(folder, "--from")
     if not folder.is_dir():
-        raise UsageError(f"--from={folder}: there is no such folder; download the model first")
-    changes = hf.settings_of(folder, hf.read_config(folder))
+        raise UsageError(f"--from={folder}: no such folder; download the model first")
+    changes = settings_of(read_config(folder))
     if config is None:
         config = default_config()
-        context = changes["model.context"]
-        config.update_from_flattened_dict({**RECIPE, "data.seq_len": min(_SEQ_LEN, context)})
-    to_config(config)
+        seq_len = min(_SEQ_LEN, changes["model.context"])
+        config.update_from_flattened_dict({**RECIPE, "data.seq_len": seq_len})
     if config.model.family != "decoder":
         raise UsageError(
             f"config.model.family={config.model.family!r}: --mode=import writes a decoder; use "
@@ -67,98 +148,62 @@ def config_for(folder, config=None):
 
 
 def import_run(config, folder, workdir, *, command_line=()):
-    """Make the run directory of the model in a Hugging Face folder.
+    """Write the run directory of the model in a Hugging Face folder.
 
     Args:
       config: ConfigDict, `config_for` the folder with further changes.
       command_line: recorded in run.json.
     Returns: {"parameters": their number}.
-    Raises: UsageError for a folder that is not whole, or not of the model that its config.json
-      describes, or a workdir that holds a run; nothing is written then.
+    Raises: UsageError, before anything is written, for a folder that is damaged or does not fit its
+      config.json, and for a workdir with a run.
     """
     folder, config = io.local_path(folder, "--from"), to_config(config)
-    hf_config = hf.read_config(folder)
-    _check_config(config, hf.settings_of(folder, hf_config))
+    hf = read_config(folder)
+    _check_settings(config, settings_of(hf))
     tokenizer = load_tokenizer(folder / run_dir.TOKENIZER_FILE)
     if not other_runs.is_tokenizer(config.data.tokenizer, tokenizer):
         raise UsageError(
             f"config.data.tokenizer={config.data.tokenizer!r}: the model of --from={folder} "
             f"needs its own {run_dir.TOKENIZER_FILE}; leave the setting out"
         )
-    weights = Weights(folder)
-    rows = hf_config["vocab_size"]
-    hf.check_size(folder, config.model, rows, weights)
-    _check_vocabulary(folder, tokenizer.vocab_size, rows)
-    multihost.check_shared(workdir)
-    with run_dir.Lock(workdir) as lock:
-        opened = new_run.open_new(workdir, config, command_line)
-        e = setup.without_text(config, tokenizer.vocab_size)
-        training = setup.Training(e)
-        params = hf.params_from_hf(weights, e.model, jax.random.key(config.seed), rows)
-        with sharding.use(e.mesh, e.rules):
-            state = _state(training, params)
-            imported = {
-                "from": str(folder.resolve()),
-                "model_type": hf_config["model_type"],
-                "parameters": fingerprint(state.params, e.model.vocab_size),
-            }
-            text = tokenizer.to_json()
-            files = {run_dir.TOKENIZER_FILE: text, run_dir.HELD_OUT_FILE: None}
-            entries = {"imported": imported, "tokenizer": run_dir.checksum(text)}
-            new_run.write(opened, lock, config, state, files, **entries)
+    tensors, rows = Tensors(folder), hf["vocab_size"]
+    if tokenizer.vocab_size > rows:
+        raise UsageError(
+            f"{folder / run_dir.TOKENIZER_FILE}: has {tokenizer.vocab_size} ids, but the embedding "
+            f"has vocab_size={rows} rows; use the tokenizer of this model"
+        )
+    with new_run.opened(workdir, config, command_line) as run:
+        training = run.training(tokenizer.vocab_size)
+        model = training.experiment.model
+        params = params_from_hf(tensors, model, hf["model_type"], rows)
+        state = new_run.initial_state(training, {"params": params})
+        imported = {
+            "from": str(folder.resolve()),
+            "model_type": hf["model_type"],
+            "parameters": fingerprint(state.params, model.vocab_size),
+        }
+        text = tokenizer.to_json()
+        files = {run_dir.TOKENIZER_FILE: text, run_dir.HELD_OUT_FILE: None}
+        run.write(state, files, imported=imported, tokenizer=run_dir.checksum(text))
     parameters = count_params(state.params)
     if is_primary():
-        name = ARCHITECTURES[hf_config["model_type"]].name
+        name = ARCHITECTURES[hf["model_type"]].name
         print(f"{workdir}: {quantity(parameters, 'parameters')} of {folder} ({name}), step 0")
-        if extra := rows - tokenizer.vocab_size:
-            print(
-                f"{extra} of the {rows:,} rows of the embedding have no token in "
-                f"{run_dir.TOKENIZER_FILE} and are left out"
-            )
+        if unused := rows - tokenizer.vocab_size:
+            print(f"left out: {unused} of {rows:,} rows of the embedding, which have no token")
     return {"parameters": parameters}
 
 
-def _check_config(config, decided):
-    """UsageError for a setting of the model that is not the checkpoint's. Fewer positions may be
-    asked for where they are not learned."""
-    if config.adapter.kind != "none":
-        raise UsageError(
-            f"config.adapter.kind={config.adapter.kind!r}: import the model without adapters, "
-            "and train them in a run with config.init.run"
-        )
-    hf.check_dropout(config.model)
-    plain = run_dir.dotted(schema.as_dict(config))
-    for key, value in decided.items():
-        mine = plain[key]
-        shorter = key == "model.context" and plain["model.positions"] == "rope" and mine <= value
-        if mine != value and not shorter:
-            raise UsageError(f"config.{key}={mine!r}: the model of --from has {value!r}")
-
-
-def _check_vocabulary(folder, tokens, rows):
-    path = folder / run_dir.TOKENIZER_FILE
-    if tokens > rows:
-        raise UsageError(
-            f"{path} has {tokens} ids, but the embedding has {rows} rows (vocab_size in "
-            "config.json): it is the tokenizer of another model"
-        )
-    if rows - tokens > _MOST_PADDING * rows:
-        raise UsageError(
-            f"{path} has {tokens} ids for {rows} rows of the embedding (vocab_size in "
-            f"config.json), and at most {_MOST_PADDING:.0%} of these may be padding: it is the "
-            "tokenizer of another model"
-        )
-
-
-def _state(training, params):
-    """The `TrainState` of step 0 with these parameters."""
-    e = training.experiment
-
-    def make(params, seed):
-        variables = {"params": params}
-        if "state" in training.shapes.variables:
-            fresh = nn.unbox(models.init(e.model, jax.random.key(seed)))
-            variables["state"] = fresh["state"]
-        return step_lib.state_of(variables, training.optimizer)
-
-    return jax.jit(make, out_shardings=training.shardings)(params, np.uint32(e.config.seed))
+def _check_settings(config, imported):
+    """Raise UsageError for a setting of the model that differs from the checkpoint's."""
+    for key, kind, has_parameters in (
+        ("adapter", config.adapter.kind, config.adapter.kind != "none"),
+        ("model.dropout", config.model.dropout.kind, config.model.dropout.learned),
+    ):
+        if has_parameters:
+            raise UsageError(
+                f"config.{key}.kind={kind!r}: a Hugging Face checkpoint has no parameters for it; "
+                "import without it, then train a run with config.init.run"
+            )
+    settings = {key.removeprefix("model."): value for key, value in imported.items()}
+    new_run.check_inherited(config, settings)

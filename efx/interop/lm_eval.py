@@ -1,379 +1,305 @@
-"""A run in EleutherAI's lm-eval, the harness that most published scores come from.
+"""A run in EleutherAI's lm-eval, the harness of most published scores.
 
     python -m efx.interop.lm_eval --workdir runs/mod --tasks hellaswag,arc_easy,wikitext
 
-Tasks are lm-eval's, or YAML files in its format; lm-eval makes the prompts, computes the scores and
-downloads the data of its tasks. A run of any family answers by the causal decisions, as it samples.
-Prints lm-eval's table and a table of costs: nominal FLOPs of an answer, with the tokens that routed
-blocks and token-choice experts computed. Both go to WORKDIR/lm_eval/results_<time>.json. Settings
-of the run can be overridden after `--`: `-- --config.train.dtype=bfloat16`. Needs the extra `eval`.
+All flags but these are those of lm-eval's own command, `lm_eval --model efx`, see `lm_eval --help`:
+    --workdir RUN           run directory, of any model family
+    --step N                step of the checkpoint (default: the newest)
+    --config.<key>=<value>  settings of the run, such as --config.train.dtype=bfloat16
+Results go to RUN/lm_eval/results_<time>.json unless --output_path is set; the default of
+--batch_size is 8. The model answers by the causal decisions of sampling, so that a score depends
+neither on other rows of the batch nor on padding. Needs the extra `eval`.
 """
 
-import contextlib
-import datetime
-import functools
+import argparse
 import json
-import logging
 import multiprocessing
 import os
-import pathlib
 import sys
+from unittest import mock
 
 import jax
-from rich.console import Console
-from rich.progress import track
+import jax.numpy as jnp
+import numpy as np
 
-from efx import io, run_dir
+from efx import run_dir
 from efx.config import flags
-from efx.config.load import config_of_run, to_config
-from efx.errors import UsageError, nearest
-from efx.interop.scoring import Scorer
+from efx.errors import UsageError, extra, first_line, nearest, warn
 from efx.layers.flops import count_params
-from efx.logging import tables
-from efx.studies import cli
+from efx.parallel import sharding
+from efx.sampling import ROUTING, Sampler
 from efx.train import finished_run, setup
 
-# Bootstrap resamples for standard errors of perplexities and the like.
-_RESAMPLES = 1000
-# Supported generation_kwargs of a task, beside `until` and `max_gen_toks`.
+try:
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import normalize_gen_kwargs
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+    from tqdm import tqdm
+except ImportError:
+    raise SystemExit(f"efx: error: lm-eval is missing: install {extra('eval')}") from None
+
+SHORTEST = 32  # tokens of the shortest padded row
+_LOGITS = 64  # positions of all rows whose logits are in memory at once
+# Supported generation_kwargs of a task, besides `until` and `max_gen_toks`.
 _GENERATION = ("do_sample", "temperature", "top_k", "top_p")
 
 
-class Costs:
-    """Cost of the answers of each task. An answer is all requests about one document, such as every
-    choice of a question.
-
-    Attributes:
-      totals: {task: {"answers", "tokens", "flops"}}
-    """
-
-    def __init__(self):
-        self.totals, self._documents = {}, set()
-
-    def add(self, requests, spent):
-        """Args:
-        requests: lm-eval's `Instance`s. spent: (tokens, FLOPs) of each.
-        """
-        for request, (tokens, flops) in zip(requests, spent, strict=True):
-            names = ("answers", "tokens", "flops")
-            total = self.totals.setdefault(request.task_name, dict.fromkeys(names, 0))
-            document = request.task_name, request.doc_id
-            total["answers"] += document not in self._documents
-            self._documents.add(document)
-            total["tokens"] += tokens
-            total["flops"] += flops
-
-    def per_answer(self):
-        """{task: {"answers": their number, "tokens_per_answer", "flops_per_answer"}}"""
-        return {
-            task: {"answers": total["answers"]}
-            | {f"{name}_per_answer": total[name] / total["answers"] for name in ("tokens", "flops")}
-            for task, total in self.totals.items()
-        }
-
-
-class _Model:
-    """lm-eval's interface of a model; `model_class` adds lm-eval's base class `TemplateLM`.
+@register_model("efx")
+class EfxLM(TemplateLM):
+    """A run as a model of lm-eval.
 
     Args:
       workdir: run directory. step: of the checkpoint; None: the newest.
-      batch_size: rows that are computed together.
-      max_length: tokens of the longest row; None: the model's context.
-      config: ConfigDict that replaces the run's; None: the run's.
-    Attributes:
-      costs: `Costs` of all requests so far.
+      batch_size: rows computed together, rounded up to a multiple of the mesh's batch axes.
+      settings: {"config.<key>": value} that replaces the run's.
     """
 
-    def __init__(self, workdir, *, step=None, batch_size=8, max_length=None, config=None):
+    def __init__(
+        self, workdir, step=None, batch_size=8, max_batch_size=None, device=None,
+        **settings,
+    ):  # fmt: skip
         super().__init__()
-        if jax.process_count() > 1:
-            raise UsageError("lm-eval runs in one process: start it without several processes")
         if run_dir.holds_clustering(workdir):
-            raise UsageError(
-                f"--workdir={workdir} is an ensemble, and lm-eval does not run on these; use "
-                "one of the run directories in it"
-            )
-        config = to_config(config_of_run(workdir) if config is None else config)
+            raise UsageError(f"--workdir={workdir}: an ensemble; use one of the runs in it")
+        for key in settings:
+            if not key.startswith("config."):
+                raise UsageError(f"--model_args: {key} is not an argument of the model efx")
+        arguments = [f"--{key}={value}" for key, value in settings.items()]
+        config = flags.parse(["efx", "--mode=evaluate", f"--workdir={workdir}", *arguments]).config
+        step = None if step is None else int(step)
         built, self.step, params, variables = setup.finished(config, workdir, step)
+        if warning := finished_run.model_change_warning(built.config, workdir):
+            warn(warning)
+        self.model, self.efx_tokenizer = built.model, built.tokenizer
+        self.variables = {"params": params, **variables}
+        self.mesh, self.rules = built.mesh, sharding.unsplit(built.rules, "length")
+        self.max_length = self.model.context
+        if not str(batch_size).isdecimal() or int(batch_size) < 1:
+            raise UsageError(f"--batch_size={batch_size}: must be a number of at least 1")
+        shards = sharding.shard_count(self.mesh, self.rules, "batch")
+        self.batch_size = -(-int(batch_size) // shards) * shards
+        self._placement = sharding.Placement(self.mesh, self.rules, self.batch_size)
+        self._jitted_score = jax.jit(self._score, out_shardings=sharding.replicated(self.mesh))
         self._info = {
             "workdir": str(workdir),
             "step": self.step,
-            "family": built.model.config.family,
             "parameters": count_params(params),
+            "flops_per_token": self.model.ledger(self.model.context, "causal").nominal_per_token,
         }
-        if other := finished_run.model_change_warning(built.config, workdir):
-            self._info["other_model"] = other
-        self._scorer = Scorer(
-            built, {"params": params, **variables}, batch_size=batch_size, max_length=max_length
-        )
-        self._tokenizer, self._spent, self.costs = built.tokenizer, [], Costs()
 
     def get_model_info(self):
-        """Entries for `config` in the results."""
+        """Return entries for `config` in the results."""
         return dict(self._info)
 
     # ---- tokens ----------------------------------------------------------------------------------
 
     @property
     def eot_token_id(self):
-        return self._tokenizer.eot
+        return self.efx_tokenizer.eot
 
     @property
     def prefix_token_id(self):
         """Context of a text without one: the start token of documents, their end token, or 0."""
-        t = self._tokenizer
-        return next(iter(t.start), 0 if t.eot is None else t.eot)
+        return next(iter(self.efx_tokenizer.start), self.efx_tokenizer.eot or 0)
 
     def tok_encode(self, string, add_special_tokens=None, **kwargs):
-        start = () if add_special_tokens is False else self._tokenizer.start
-        return [*map(int, start), *self._tokenizer.encode(string).tolist()]
+        start = () if add_special_tokens is False else self.efx_tokenizer.start
+        return [*map(int, start), *self.efx_tokenizer.encode(string).tolist()]
 
-    # ---- answers ---------------------------------------------------------------------------------
+    def _batches(self, lengths, title, disable_tqdm):
+        """[(padded length, indices of up to `batch_size` rows)], the longest first.
 
-    def loglikelihood(self, requests, disable_tqdm=False):
-        found = super().loglikelihood(requests, disable_tqdm=True)
-        self.costs.add(requests, self._spent)
-        return found
+        Padding to a power of two compiles few programs.
+        """
+        padded = [min(self.max_length, max(SHORTEST, 1 << (n - 1).bit_length())) for n in lengths]
+        batches = []
+        for length in sorted(set(padded), reverse=True):
+            indices = [i for i, other in enumerate(padded) if other == length]
+            for start in range(0, len(indices), self.batch_size):
+                batches.append((length, indices[start : start + self.batch_size]))
+        return tqdm(batches, desc=title, disable=disable_tqdm)
+
+    # ---- log-likelihoods -------------------------------------------------------------------------
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
         pairs = [(context, continuation) for _, context, continuation in requests]
-        scores = self._scorer.score(pairs, _progress("continuations"))
-        self._spent = [(score.tokens, score.flops) for score in scores]
-        return [(score.logprob, score.is_greedy) for score in scores]
+        return self.score(pairs, disable_tqdm)
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        """Score whole texts, in windows as long as the longest row that predict each token once."""
-        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-
+        """Return the log-probabilities of whole texts, in windows that predict each token once."""
         pairs, owners = [], []
         for i, request in enumerate(requests):
             windows = get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0]),
                 prefix_token=self.prefix_token_id,
-                max_seq_len=self._scorer.max_length,
+                max_seq_len=self.max_length,
                 context_len=1,
             )
-            windows = [make_disjoint_window(window) for window in windows]
-            pairs += windows
-            owners += [i] * len(windows)
-        found, spent = [0.0] * len(requests), [(0, 0.0)] * len(requests)
-        scores = self._scorer.score(pairs, _progress("windows"))
-        for i, score in zip(owners, scores, strict=True):
-            found[i] += score.logprob
-            spent[i] = spent[i][0] + score.tokens, spent[i][1] + score.flops
-        self.costs.add(requests, spent)
-        return found
+            pairs += [make_disjoint_window(window) for window in windows]
+            owners += [i] * (len(pairs) - len(owners))
+        totals = [0.0] * len(requests)
+        for i, (logprob, _) in zip(owners, self.score(pairs, disable_tqdm), strict=True):
+            totals[i] += logprob
+        return totals
+
+    def score(self, pairs, disable_tqdm=True):
+        """Return [(log-probability in nats, whether it is the greedy text)] of continuations.
+
+        Args:
+          pairs: (context, continuation), non-empty lists of token ids. A pair longer than the
+            longest row loses its first tokens.
+        """
+        rows = [[*context, *tokens][-self.max_length - 1 :] for context, tokens in pairs]
+        counts, scores = [len(continuation) for _, continuation in pairs], [None] * len(pairs)
+        for count in counts:
+            if not 1 <= count <= self.max_length:
+                raise UsageError(
+                    f"a continuation of {count} tokens: must have from 1 to {self.max_length}, the "
+                    "length of a row"
+                )
+        lengths = [len(row) - 1 for row in rows]
+        for length, indices in self._batches(lengths, "efx: log-likelihoods", disable_tqdm):
+            shape = self.batch_size, length
+            tokens_BT, targets_BT = np.zeros((2, *shape), np.int32)
+            scored_BT = np.zeros(shape, bool)
+            for b, i in enumerate(indices):
+                n = lengths[i]
+                tokens_BT[b, :n], targets_BT[b, :n] = rows[i][:-1], rows[i][1:]
+                scored_BT[b, n - counts[i] : n] = True
+            batch = dict(tokens=tokens_BT, targets=targets_BT, scored=scored_BT)
+            with sharding.use(self.mesh, self.rules):
+                arrays = self._jitted_score(self.variables, self._placement(batch))
+            logprob_BT, greedy_B = jax.device_get(arrays)
+            logprob_B = np.sum(logprob_BT, axis=1, dtype=np.float64)
+            for b, i in enumerate(indices):
+                scores[i] = float(logprob_B[b]), bool(greedy_B[b])
+        return scores
+
+    def _score(self, variables, batch):
+        """Log-probabilities [B, T] of the scored targets, and whether all of a row are greedy."""
+        # Stochastic routing draws the same numbers in every batch.
+        keys = {"routing": jax.random.fold_in(jax.random.key(0), ROUTING)}
+        # No token depends on the padding after it.
+        x_BTD = self.model.apply(variables, batch["tokens"], method="features", rngs=keys)
+        head = self.model.head_params(variables["params"])
+
+        def at_position(position):
+            x_BD, target_B, scored_B = position
+            logits_BV = self.model.head_fn(head, x_BD)[:, : self.model.vocab_size]
+            target_logit_B = jnp.take_along_axis(logits_BV, target_B[:, None], axis=1)[:, 0]
+            logprob_B = target_logit_B - jax.nn.logsumexp(logits_BV, axis=1)
+            greedy_B = jnp.argmax(logits_BV, axis=1) == target_B
+            return jnp.where(scored_B, logprob_B, 0.0), greedy_B | ~scored_B
+
+        # Logits of all positions at once would be the largest array by far.
+        by_position = [jnp.swapaxes(y, 0, 1) for y in (x_BTD, batch["targets"], batch["scored"])]
+        batch_size = min(_LOGITS, len(by_position[0]))
+        logprob_TB, greedy_TB = jax.lax.map(at_position, by_position, batch_size=batch_size)
+        return logprob_TB.T, jnp.all(greedy_TB, axis=0)
+
+    # ---- generated texts -------------------------------------------------------------------------
 
     def generate_until(self, requests, disable_tqdm=False):
-        """Generate texts; requests with equal settings are batched together."""
-        groups = {}
+        """Return generated texts; requests with equal settings are batched together."""
+        groups, texts = {}, [None] * len(requests)
         for i, request in enumerate(requests):
-            key = json.dumps(request.args[1], sort_keys=True)
-            groups.setdefault(key, []).append(i)
-        found, spent = [None] * len(requests), [None] * len(requests)
+            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
         for indices in groups.values():
-            prompts = [
-                self.tok_encode(requests[i].args[0]) or [self.prefix_token_id] for i in indices
-            ]
-            options = _generation_options(requests[indices[0]].args[1])
-            texts = self._scorer.generate(
-                prompts, seeds=indices, progress=_progress("texts"), **options
-            )
-            for i, text in zip(indices, texts, strict=True):
-                found[i], spent[i] = text.text, (text.tokens, text.flops)
-        self.costs.add(requests, spent)
-        return found
+            settings = normalize_gen_kwargs(requests[indices[0]].args[1])
+            stops, count = list(filter(None, settings.pop("until"))), settings.pop("max_gen_toks")
+            options = _sampling_options(settings)
+            if not 1 <= count < self.max_length:
+                raise UsageError(
+                    f"generation_kwargs: max_gen_toks={count}: must be from 1 to "
+                    f"{self.max_length - 1}, one less than the longest row"
+                )
+            prompts = []
+            for i in indices:
+                ids = self.tok_encode(requests[i].args[0]) or [self.prefix_token_id]
+                prompts.append(ids[count - self.max_length :])
+            lengths = [len(prompt) + count for prompt in prompts]
+            for size, batch in self._batches(lengths, "efx: texts", disable_tqdm):
+                rows, seeds = [prompts[j] for j in batch], [indices[j] for j in batch]
+                for seed, text in zip(
+                    seeds, self._generate(size, rows, seeds, count, stops, options), strict=True
+                ):
+                    texts[seed] = text
+        return texts
+
+    def _generate(self, cache_size, prompts, seeds, count, stops, options):
+        """Return the texts, up to the first of `stops`, after up to `batch_size` prompts."""
+        eot, num_rows = self.eot_token_id, len(prompts)
+        sampler = Sampler(
+            self.model,
+            batch_size=self.batch_size,
+            cache_size=cache_size,
+            stop_ids=() if eot is None else (eot,),
+            rules=self.rules,
+            **options,
+        )
+        # Copies of the first prompt fill the batch; they end at once.
+        missing, ended = self.batch_size - num_rows, set(range(num_rows, self.batch_size))
+        prompts, seeds = prompts + prompts[:1] * missing, seeds + seeds[:1] * missing
+        ids, tokenizer = [[] for _ in range(num_rows)], self.efx_tokenizer
+        for new in sampler.tokens(
+            self.variables, prompts, max_new_tokens=count, seeds=seeds, ended=ended
+        ):
+            for b, row in enumerate(ids):
+                row += new[b]
+                if any(stop in tokenizer.decode(row) for stop in stops):
+                    ended.add(b)
+        texts = [tokenizer.decode(row) for row in ids]
+        for stop in stops:
+            texts = [text.split(stop)[0] for text in texts]
+        return texts
 
 
-def _generation_options(settings):
-    """Arguments of `Scorer.generate` from a task's generation_kwargs."""
-    from lm_eval.models.utils import normalize_gen_kwargs
-
-    settings = normalize_gen_kwargs(settings)
-    until, count = settings.pop("until"), settings.pop("max_gen_toks")
+def _sampling_options(settings):
+    """Arguments of `Sampler` from a task's generation_kwargs."""
     for name in settings:
         if name not in _GENERATION:
-            known = ", ".join(("until", "max_gen_toks", *_GENERATION))
             raise UsageError(
-                f"generation_kwargs: {name}={settings[name]!r} is not "
-                f"supported{nearest(name, _GENERATION)}; use {known}"
+                f"generation_kwargs: {name}={settings[name]!r} is not supported"
+                f"{nearest(name, _GENERATION)}; use {', '.join(_GENERATION)}"
             )
-    options = {"until": tuple(until), "max_new_tokens": count}
-    if settings.pop("do_sample"):
-        # The default temperature of sampling is 1.
-        return options | {"temperature": 1.0} | settings
-    return options
-
-
-def _progress(title):
-    """A progress bar for batches, on a terminal."""
-    if not sys.stderr.isatty():
-        return iter
-    return functools.partial(track, description=f"efx: {title}", console=Console(stderr=True))
-
-
-@functools.cache
-def model_class():
-    """The class of runs as models of lm-eval, with the arguments of `_Model`. An instance is an
-    argument of `lm_eval.simple_evaluate(model=...)`."""
-    try:
-        from lm_eval.api.model import TemplateLM
-    except ImportError:
-        raise UsageError(
-            "lm-eval is not installed: pip install -e '.[eval]' (or pip install lm-eval)"
-        ) from None
-    return type("EfxLM", (_Model, TemplateLM), {"__doc__": _Model.__doc__})
-
-
-# ---- the command ---------------------------------------------------------------------------------
-
-
-def evaluate(workdir, tasks, *, num_fewshot=None, limit=None, log_samples=False, **options):
-    """Evaluate a run in lm-eval's tasks; print the results and write them to the run directory.
-
-    Args:
-      tasks: names or patterns of lm-eval's tasks, or paths of YAML files.
-      num_fewshot: examples before each question; None: the task's default.
-      limit: documents of each task; None: all.
-      log_samples: also write every document and answer.
-      options: arguments of `model_class`.
-    Returns: lm-eval's results, with an entry "efx" (`Costs.per_answer`).
-    """
-    make = model_class()
-    from lm_eval import simple_evaluate, utils
-    from lm_eval.tasks import TaskManager
-
-    logging.getLogger("lm_eval").setLevel(logging.WARNING)
-    # Indexing all tasks of lm-eval takes a while.
-    manager = TaskManager(include_defaults=not all(map(_is_file, tasks)))
-    tasks = _tasks(tasks, manager)
-    model = make(workdir, **options)
-    try:
-        with _without_forks():
-            results = simple_evaluate(
-                model=model,
-                tasks=tasks,
-                task_manager=manager,
-                num_fewshot=num_fewshot,
-                limit=limit,
-                log_samples=log_samples,
-                batch_size=options.get("batch_size"),
-                bootstrap_iters=_RESAMPLES,
-            )
-    except OSError as error:  # from libraries that read or download data
-        raise UsageError(f"--tasks: their data cannot be read ({error})") from error
-    results["efx"] = model.costs.per_answer()
-    text = json.dumps(results, indent=1, default=utils.handle_non_serializable)
-    time = datetime.datetime.now().isoformat().replace(":", "-")
-    path = io.folder(workdir) / "lm_eval" / f"results_{time}.json"
-    with io.report_write_errors(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    io.write_atomic(path, text + "\n")
-    with _without_forks():
-        print(utils.make_table(results))
-        if "groups" in results:
-            print(utils.make_table(results, "groups"))
-    print(cost_table(results["efx"]))
-    print(f"step {model.step}: {path}")
-    if other := model.get_model_info().get("other_model"):
-        print(other)
-    return results
-
-
-@contextlib.contextmanager
-def _without_forks():
-    """Keep lm-eval, and the library of its tables, from forking processes: with JAX's threads a
-    forked process may hang."""
-    name, count = "DISABLE_MULTIPROC", multiprocessing.cpu_count
-    before = os.environ.get(name)
-    os.environ[name], multiprocessing.cpu_count = "1", lambda: 1
-    try:
-        yield
-    finally:
-        multiprocessing.cpu_count = count
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
-
-
-def cost_table(per_answer):
-    """Markdown table of `Costs.per_answer`."""
-    rows = [
-        (
-            task,
-            f"{row['answers']:,}",
-            f"{row['tokens_per_answer']:,.1f}",
-            tables.number(row["flops_per_answer"], "FLOPs"),
-        )
-        for task, row in per_answer.items()
-    ]
-    return tables.markdown(("Tasks", "answers", "tokens an answer", "FLOPs an answer"), rows)
-
-
-def _is_file(task):
-    return task.endswith((".yaml", ".yml"))
-
-
-def _tasks(names, manager):
-    """Names and files of tasks for lm-eval. Raises UsageError for unknown ones."""
-    found = []
-    if not names:
-        raise UsageError("--tasks is empty: set names of lm-eval's tasks, or YAML files")
-    for name in names:
-        if _is_file(name):
-            path = pathlib.Path(name).expanduser()
-            if not path.is_file():
-                raise UsageError(f"--tasks={name}: there is no such file")
-            found.append(str(path.resolve()))
-            continue
-        matches = manager.match_tasks([name])
-        if not matches:
-            known = nearest(name, manager.all_tasks)
-            raise UsageError(f"--tasks={name}: not a task, group or tag of lm-eval{known}")
-        found += matches
-    return list(dict.fromkeys(found))
+    options = {"temperature": 1.0} | settings
+    return options if options.pop("do_sample") else {"temperature": 0.0}
 
 
 def main(argv=None):
-    parser = cli.Parser("efx.interop.lm_eval", __doc__)
-    parser.add_argument("--workdir", required=True, help="run directory")
-    parser.add_argument(
-        "--tasks", required=True, help="of lm-eval, or YAML files, separated by commas"
+    parser = argparse.ArgumentParser(
+        prog="python -m efx.interop.lm_eval",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--num-fewshot", type=int, metavar="N", help="examples before a question")
-    parser.add_argument("--limit", type=int, metavar="N", help="documents of each task")
-    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="rows at a time")
-    parser.add_argument(
-        "--max-length", type=int, metavar="N", help="tokens of a row (default: the context)"
-    )
-    parser.add_argument("--step", type=int, help="checkpoint (default: the newest)")
-    parser.add_argument("--log-samples", action="store_true", help="also write every answer")
-    parser.set_defaults(extra=[])
-    return parser.run(run, argv)
-
-
-def run(arguments):
-    for flag in ("num_fewshot", "limit"):
-        value, least = getattr(arguments, flag), 1 if flag == "limit" else 0
-        if value is not None and value < least:
-            raise UsageError(f"--{flag.replace('_', '-')}={value}: must be at least {least}")
-    for setting in arguments.extra:
-        if not setting.startswith("--config."):
-            raise UsageError(
-                f"{setting}: only settings may follow --, as in --config.train.dtype=bfloat16"
-            )
-    argv = ["efx", "--mode=evaluate", f"--workdir={arguments.workdir}", *arguments.extra]
-    evaluate(
-        arguments.workdir,
-        list(filter(None, arguments.tasks.split(","))),
-        num_fewshot=arguments.num_fewshot,
-        limit=arguments.limit,
-        log_samples=arguments.log_samples,
-        batch_size=arguments.batch_size,
-        max_length=arguments.max_length,
-        step=arguments.step,
-        config=flags.parse(argv).config if arguments.extra else None,
-    )
+    parser.add_argument("--workdir", required=True)
+    parser.add_argument("--step", type=int)
+    given, rest = parser.parse_known_args(argv)
+    model = {key: value for key, value in vars(given).items() if value is not None}
+    for argument in [argument for argument in rest if argument.startswith("--config.")]:
+        key, _, value = argument.removeprefix("--").partition("=")
+        model[key] = value
+        rest.remove(argument)
+    command = ["lm_eval", "run", "--model=efx", f"--model_args={json.dumps(model)}"]
+    command += [f"--output_path={given.workdir}/lm_eval/results.json", "--batch_size=8", *rest]
+    try:
+        # lm-eval and its tables fork processes, which may hang with the threads of JAX.
+        with (
+            mock.patch.dict(os.environ, DISABLE_MULTIPROC="1"),
+            mock.patch.object(multiprocessing, "cpu_count", lambda: 1),
+            mock.patch.object(sys, "argv", command),
+        ):
+            cli_evaluate()
+    except UsageError as error:
+        print(f"efx: error: {error}", file=sys.stderr)
+        return 2
+    except (ValueError, OSError) as error:  # of lm-eval: unknown tasks, data that cannot be read
+        print(f"efx: error: lm-eval: {first_line(error)}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":

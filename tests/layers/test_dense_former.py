@@ -4,10 +4,7 @@ import families
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from refusals import refused
 
-from efx.interop import hf_config
 from efx.layers.call import Call
 from efx.layers.stack import Layer, Stack, StateAverage
 
@@ -71,17 +68,3 @@ def test_weights_of_a_recursion_count_steps():
     layers = families.variable_shapes(families.make({**ON, **changes}))["params"]["layers"]
     sizes = [layers[f"average_{i}"]["alpha"].size for i in (1, 2, 3, 4)]
     assert sizes == [2, 3, 4, 5]
-
-
-@pytest.mark.parametrize(
-    "changes, key",
-    [
-        (ON, "dense_former.on"),
-        ({"soft_experts.num": 2}, "soft_experts.num"),
-        ({"mup.base_width": 8}, "mup.base_width"),
-        ({"mlp.kind": "moe"}, "mlp.kind"),
-    ],
-)
-def test_hugging_face_has_no_place_for_it(changes, key):
-    model = families.make({**changes, "attention.qk_norm": "none"})
-    refused(lambda: hf_config.config_to_hf(model), f"config.model.{key}=")

@@ -5,7 +5,6 @@ import functools
 import typing
 
 import families
-import jax
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
@@ -15,7 +14,7 @@ from test_export import load, logits_of  # noqa: F401
 from test_interop import transformers  # noqa: F401
 
 from efx import models
-from efx.interop import convert_run, hf
+from efx.interop import hf, new_run
 from efx.interop.weights import SINGLE
 from efx.routing.config import DepthRoutingConfig
 
@@ -96,13 +95,11 @@ def test_a_setting_is_imported_converted_and_exported(name, value, tmp_path, loa
     routing = routed.config.depth_routing
     trained = {"params": families.random_params(routed), **families.random_state(routed)}
 
-    dense_arrays, _ = hf.params_to_hf(before, model)
-    imported = hf.params_from_hf(dense_arrays, routed, jax.random.key(0))
-    assert flatten_dict(imported).keys() == flatten_dict(trained["params"]).keys()
+    imported = new_run.with_dense(trained, {"params": before})
+    assert flatten_dict(imported["params"]).keys() == flatten_dict(trained["params"]).keys()
 
     if routing.kind == "mod":
-        blocks = range(model.config.depth)
-        converted = convert_run.convert_variables({"params": before}, trained, blocks, routing)
+        converted = new_run.with_dense(trained, {"params": before}, routing)
         if routing.is_control or routing.gate in ("twice_sigmoid", "one"):
             whole = models.changed(routed, **{"depth_routing.capacity": 1.0})
             found = logits(whole, converted, "train")

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from efx import io, run_dir
 from efx.data import load, shards
 from efx.data.tokenizers import ByteTokenizer, load_tokenizer
-from efx.interop.weights import INDEX, Weights
+from efx.interop.import_run import INDEX, Tensors
 
 # Imports and calls that execute what they read; files of configs and studies are code.
 EXECUTING = re.compile(
@@ -34,7 +34,7 @@ def test_no_reader_executes_what_it_reads(root):
 def test_an_index_names_files_beside_it(tmp_path, name):
     save_file({"x": np.zeros(1, np.float32)}, tmp_path / "a.bin")
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": name}}))
-    refused(lambda: Weights(tmp_path), INDEX)
+    refused(lambda: Tensors(tmp_path), INDEX)
     shards.write_token_shards(tmp_path, ByteTokenizer(), ["a text"])
     meta = json.loads((tmp_path / "meta.json").read_text())
     meta["shards"][0]["file"] = name
@@ -51,7 +51,7 @@ def test_every_reader_of_json_refuses_damaged_files(tmp_path):
         run / "config.json": lambda path: run_dir.recorded_config(run),
         run / "run.json": lambda path: run_dir.run_record(run),
         tmp_path / "tokenizer.json": load_tokenizer,
-        tmp_path / INDEX: lambda path: Weights(tmp_path),
+        tmp_path / INDEX: lambda path: Tensors(tmp_path),
         tmp_path / "shards/meta.json": lambda path: shards.TokenShards(
             "x", str(path.parent), 0, run
         ),
