@@ -7,27 +7,38 @@ trained at every size and budget, and its best size is found by parabolas and by
 (`efx.studies.scaling`). A grid file is plain data: `get_grid()` returns
 
     dict(config="configs/mod.py",                # every run starts from it
-         seeds=(0, 1, 2),                        # or seeds(family, size, budget), () for no run
+         seeds=(0, 1, 2),                        # or a function: see below
          budgets=(5e11, 1e12),                   # training FLOPs
          families={"dense": {"model.depth_routing.kind": "none"}, ...},  # the baseline first
          sizes={"4 blocks": {"model.depth": 4}, ...},
          learning_rates=(1e-3, 2e-3),            # optional: see below
          rate_seed=9,                            # seed that selects the learning rates
          fit_within=5.0,                         # optional: fit sizes within 5 times the best
-         against=("dense",))                     # optional: families to compare with
+         against=("dense",))                     # optional: further families to compare with
 
-A family's setting may be a dict with a value for each size. With learning_rates (a tuple, or one
-for each size) the seed rate_seed tries all of them at each size and budget where a family has
-seeds, and the seeds use the best.
+A family's setting may be a dict with a value for each size. seeds(family, size, budget) returns the
+seeds of a point, or None for no run. With learning_rates (a tuple, or one for each size) the seed
+rate_seed tries all of them at each point, and the other seeds use the best; a point with seeds ()
+only tries them.
 
-WORKDIR gets points.csv (a row for each run), optima.csv, differences.csv, table.md and curves.png.
-Finished runs are not repeated. `--from FILE` uses the runs of another points.csv, or of a file of
-results/, and refuses those of other settings, text or tokenizer. Arguments after `--` go to every
-run.
+WORKDIR gets points.csv (a row for each run, those of rate_seed included), optima.csv,
+differences.csv, table.md and curves.png. Finished runs are not repeated. `--from` uses the runs of
+another points.csv, or of a file of results/, and refuses those of other settings, text or
+tokenizer. Arguments after `--` go to every run. `--grid FILE:PART` calls `get_grid("PART")`.
+
+Columns. points: budget and flops are training FLOPs, planned and used; loss is held-out, in nats;
+repeat_gain: nats that the repeat of a row of random tokens costs less (config.evaluate
+.repeated_rows); text, tokenizer, settings: hashes. optima: method is "measured" (the best size that
+was trained; std over seeds), "parabola" or "law"; _low and _high end 95% intervals; speedup_flops:
+FLOPs that the baseline needs for this loss, over those of the budget; speedup_seconds likewise.
+differences: the loss of `family` minus that of `against`, each at its best size; equivalence_p: p
+of two one-sided tests of a difference within 0.02 nats.
 """
 
 import hashlib
 import json
+import operator
+import pathlib
 import re
 import sys
 
@@ -51,8 +62,8 @@ RATE = "optim.learning_rate"
 KEY = ["family", "size", "budget", "rate", "seed"]  # identifies a run
 POINT = [*KEY, "parameters", "tokens", "flops", "seconds", "loss", "repeat_gain"]
 PROVENANCE = ["text", "tokenizer", "settings", "machine", "revision"]
-TEXTS = ["family", "size", *PROVENANCE]
 METRICS = {"eval/loss": "loss", "eval/repeated/gain": "repeat_gain"}
+METHODS = ("parabola", "law")
 DRAWS = 300
 # Settings that do not decide the result: the text is compared by its hash.
 _IGNORED = re.compile(
@@ -68,25 +79,40 @@ def load_grid(source):
     """Return the checked dict of a grid file; `seeds` is a function afterwards."""
     where = f"--grid={source}"
     grid = OPTIONAL | load_file("grid", source, KEYS, OPTIONAL)
-    if not callable(grid["seeds"]):
-        check_seeds(where, seeds := grid["seeds"])
+    seeds, sizes, rates = grid["seeds"], grid["sizes"], grid["learning_rates"]
+    if not callable(seeds):
+        check_seeds(where, seeds)
         grid["seeds"] = lambda family, size, budget: seeds
-    if len(grid["sizes"]) < scaling.MIN_SIZES:
-        raise UsageError(f"{where}: {len(grid['sizes'])} sizes; a parabola needs three or more")
+    if len(sizes) < scaling.MIN_SIZES:
+        raise UsageError(f"{where}: {len(sizes)} sizes; a parabola needs three or more")
     if not grid["budgets"] or not all(budget > 0 for budget in grid["budgets"]):
         raise UsageError(f"{where}: budgets={grid['budgets']!r}: expected training FLOPs")
     for family in {*grid["against"]} - grid["families"].keys():
         raise UsageError(f"{where}: against={family!r}: is not a family")
-    if grid["learning_rates"] and grid["rate_seed"] is None:
-        raise UsageError(f"{where}: learning_rates need rate_seed, a seed that is not used again")
+    settings = {k: v for changes in grid["families"].values() for k, v in changes.items()}
+    for key, value in [*settings.items(), ("learning_rates", rates)]:
+        if missing := sizes.keys() - value if isinstance(value, dict) else ():
+            raise UsageError(f"{where}: {key} lacks the size {min(missing)!r}")
+    used = {seed for *_, seeds in points_of_grid(grid) for seed in seeds}
+    if not used:
+        raise UsageError(f"{where}: seeds: no point has one")
+    if rates and (grid["rate_seed"] is None or grid["rate_seed"] in used):
+        raise UsageError(
+            f"{where}: rate_seed={grid['rate_seed']}: learning_rates need a seed that is not used "
+            "again, as the best of several runs flatters its seed"
+        )
     return grid
+
+
+def _at(size, value):
+    """Return the value for a size of a setting, which may be a dict of sizes."""
+    return value[size] if isinstance(value, dict) else value
 
 
 def make_run(grid, workdir, extra, family, size, budget, rate, seed):
     """Return the Run of one point of the grid."""
     changes = dict(grid["sizes"][size])
-    for key, value in grid["families"][family].items():
-        changes[key] = value[size] if isinstance(value, dict) else value
+    changes |= {key: _at(size, value) for key, value in grid["families"][family].items()}
     config = changes.pop("config", grid["config"])
     changes |= {"steps": 0, "train_flops": budget}
     name = f"{family}, {size}, {quantity(budget, 'FLOPs')}"
@@ -98,12 +124,13 @@ def make_run(grid, workdir, extra, family, size, budget, rate, seed):
 
 
 def points_of_grid(grid):
-    """Yield (family, size, budget, seeds) of all points that have seeds, small budgets first."""
+    """Yield (family, size, budget, seeds) of all points, small budgets first."""
     for budget in sorted(grid["budgets"]):
         for size in grid["sizes"]:
             for family in grid["families"]:
-                if seeds := tuple(grid["seeds"](family, size, budget)):
-                    yield family, size, budget, seeds
+                seeds = grid["seeds"](family, size, budget)
+                if seeds is not None:
+                    yield family, size, budget, tuple(seeds)
 
 
 def rate_runs(grid, workdir, extra):
@@ -111,29 +138,31 @@ def rate_runs(grid, workdir, extra):
     rates = grid["learning_rates"]
     return [
         make_run(grid, workdir, extra, family, size, budget, rate, grid["rate_seed"])
-        for family, size, budget, _ in (points_of_grid(grid) if rates else ())
-        for rate in (rates[size] if isinstance(rates, dict) else rates)
+        for family, size, budget, _ in points_of_grid(grid)
+        for rate in _at(size, rates)
     ]
 
 
 def final_runs(grid, workdir, extra, best_rates):
     """Return the runs whose losses are fitted; best_rates: {(family, size, budget): rate}."""
     return [
-        make_run(grid, workdir, extra, *point, best_rates.get(point), seed)
+        make_run(grid, workdir, extra, *point, best_rates.get(tuple(point)), seed)
         for *point, seeds in points_of_grid(grid)
-        for point in [tuple(point)]
         for seed in seeds
     ]
 
 
 def settings_digest(config):
     """Return a hash of the settings that decide a result and are not at their default."""
-    plain = run_dir.dotted(json.loads(json.dumps(schema.as_dict(config))))
-    defaults = schema.as_dict(to_config(default_config(plain["model.family"])))
-    defaults = run_dir.dotted(json.loads(json.dumps(defaults)))
+
+    def plain(config):
+        return run_dir.dotted(json.loads(json.dumps(schema.as_dict(config))))
+
+    settings = plain(config)
+    defaults = plain(to_config(default_config(settings["model.family"])))
     deciding = {
         key: value
-        for key, value in plain.items()
+        for key, value in settings.items()
         if value != defaults.get(key) and not _IGNORED.fullmatch(key)
     }
     return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:12]
@@ -142,14 +171,17 @@ def settings_digest(config):
 # ---- points ------------------------------------------------------------------------------------
 
 
-def read_points(path):
-    """Return the points of a CSV file."""
+def read_points(source):
+    """Return the points of a CSV file, or of the study in a directory."""
+    path = pathlib.Path(source)
+    path = path / "points.csv" if path.is_dir() else path
     try:
-        points = pd.read_csv(path, comment="#", dtype=dict.fromkeys(TEXTS, str))
+        texts = dict.fromkeys(["family", "size", *PROVENANCE], str)
+        points = pd.read_csv(path, comment="#", dtype=texts)
     except (OSError, ValueError) as error:
-        raise UsageError(f"--from={path}: cannot be read: {error}") from error
+        raise UsageError(f"--from={source}: cannot be read: {error}") from error
     for column in {*POINT, *PROVENANCE} - {*points}:
-        raise UsageError(f"--from={path}: lacks the column {column!r}; use a points.csv")
+        raise UsageError(f"--from={source}: lacks the column {column!r}; use a points.csv")
     return points
 
 
@@ -160,18 +192,22 @@ class Points:
         self._given = pd.concat(
             [read_points(file) for file in files] or [pd.DataFrame(columns=KEY)]
         )
+        self._rows = {}  # {Run: its row of a file, or None}
 
     def given(self, run):
-        """The row of another file for this run, or None; UsageError for other settings."""
+        """Return the row of a file for this run, or None; UsageError for other settings."""
+        if run not in self._rows:
+            self._rows[run] = self._find(run)
+        return self._rows[run]
+
+    def _find(self, run):
         match = np.ones(len(self._given), bool)
         for key in KEY:
-            value = run.labels[key]
-            column = self._given[key]
+            value, column = run.labels[key], self._given[key]
             match &= (column.isna() if value is None else column == value).to_numpy(bool)
         if not match.any():
             return None
-        row = self._given[match].iloc[0]
-        expected = settings_digest(run.config())
+        row, expected = self._given[match].iloc[0], settings_digest(run.config())
         if row.settings != expected:
             raise UsageError(
                 f"--from: {run.name}: the run has other settings (digest {row.settings}, this grid "
@@ -181,6 +217,17 @@ class Points:
 
     def missing(self, runs):
         return [run for run in runs if self.given(run) is None]
+
+    def train(self, runs, jobs):
+        """Make the missing runs.
+
+        The text of new runs is known once they have ended, so the first ones are compared with the
+        given points before the others start.
+        """
+        missing = self.missing(runs)
+        runs_lib.run_all(missing[:jobs], jobs)
+        self.table([*(run for run in runs if self.given(run) is not None), *missing[:jobs]])
+        runs_lib.run_all(missing[jobs:], jobs)
 
     def table(self, runs):
         """Return the points of these runs, all of one text and tokenizer."""
@@ -201,7 +248,10 @@ def best_rates(points):
     best = {}
     for key, group in points.groupby(["family", "size", "budget"], sort=False):
         if group.loss.isna().all():
-            raise UsageError(f"{key[0]}, {key[1]}: no learning rate ends with a finite loss")
+            raise UsageError(
+                f"{key[0]}, {key[1]}: no learning rate ends with a finite loss; add smaller ones "
+                "to learning_rates"
+            )
         best[key] = group.rate[group.loss.idxmin()]
     return best
 
@@ -217,37 +267,36 @@ def analyse(points, grid, draws=DRAWS):
             f"{point.family}, {point['size']}, seed {point.seed}: the loss is not finite; a lower "
             f"{RATE} may help"
         )
-    rng, fits, means = np.random.default_rng(0), {}, {}
-    for family, group in points.groupby("family", sort=False):
-        means[family] = scaling.mean_points(group)
-        fitted = means[family]
-        if grid["fit_within"]:
-            fitted = scaling.within(fitted, grid["fit_within"])
-        if fitted["size"].nunique() >= scaling.MIN_SIZES:
-            fits[family, "parabola"] = scaling.Fit("parabola", fitted, draws, rng)
-        if scaling.can_fit_law(fitted):
-            fits[family, "law"] = scaling.Fit("law", fitted, draws, rng)
-    base = next(iter(means))
+    if points.machine[points.seconds.notna()].nunique() > 1:  # their seconds do not compare
+        points = points.assign(seconds=np.nan)
+    means = {
+        family: scaling.mean_points(points[points.family == family])
+        for family in grid["families"]
+        if family in {*points.family}
+    }
+    fits = fit_families(means, grid["fit_within"], draws)
+    base = next(iter(grid["families"]))
     optima, differences = [], []
     for budget in sorted({*points.budget}):
-        best = {family: best_measured(rows, budget) for family, rows in means.items()}
-        best = {family: row for family, row in best.items() if row is not None}
+        best = {
+            family: best_measured(rows[rows.budget == budget])
+            for family, rows in means.items()
+            if budget in {*rows.budget}
+        }
         for family, row in best.items():
-            measured = {"size": row["size"], "parameters": row.parameters, "loss": row.loss}
-            measured |= {"std": row["std"], "seeds": row.n}
-            optima.append({"budget": budget, "family": family, "method": "measured", **measured})
+            columns = {"size": row["size"], "parameters": row.parameters, "loss": row.loss}
+            columns |= {"std": row["std"], "seeds": row.n}
+            optima.append({"budget": budget, "family": family, "method": "measured", **columns})
         for (family, method), fit in fits.items():
             if budget in fit.losses:
                 row = {"budget": budget, "family": family, "method": method}
-                for name, values in (("parameters", fit.sizes), ("loss", fit.losses)):
-                    low, high = scaling.interval(values[budget][1:])
-                    row |= {name: values[budget][0], f"{name}_low": low, f"{name}_high": high}
+                columns = {"parameters": fit.sizes[budget], "loss": fit.losses[budget]}
                 if (base, method) in fits and family != base:
                     times = scaling.speedup(fits[base, method], fit, budget)
-                    for name, values in zip(("flops", "seconds"), times, strict=True):
-                        low, high = scaling.interval(values[1:])
-                        row |= {f"speedup_{name}": values[0]}
-                        row |= {f"speedup_{name}_low": low, f"speedup_{name}_high": high}
+                    columns |= dict(zip(("speedup_flops", "speedup_seconds"), times, strict=True))
+                for name, values in columns.items():
+                    low, high = scaling.interval(values[1:])
+                    row |= {name: values[0], f"{name}_low": low, f"{name}_high": high}
                 optima.append(row)
         for other in dict.fromkeys((base, *grid["against"])):
             for family in means:
@@ -256,11 +305,20 @@ def analyse(points, grid, draws=DRAWS):
     return pd.DataFrame(optima), pd.DataFrame(differences), fits
 
 
-def best_measured(means, budget):
-    """Return the point of lowest mean loss among those with most seeds, three at most required."""
-    rows = means[means.budget == budget]
-    if rows.empty:
-        return None
+def fit_families(means, fit_within, draws):
+    """Return {(family, method): Fit} of the families with enough points."""
+    rng, fits = np.random.default_rng(0), {}
+    for family, rows in means.items():
+        fitted = scaling.within(rows, fit_within) if fit_within else rows
+        if fitted.parameters.nunique() >= scaling.MIN_SIZES:
+            fits[family, "parabola"] = scaling.Fit("parabola", fitted, draws, rng)
+        if scaling.can_fit_law(fitted):
+            fits[family, "law"] = scaling.Fit("law", fitted, draws, rng)
+    return fits
+
+
+def best_measured(rows):
+    """Return the row of lowest mean loss among those with most seeds, three at most required."""
     rows = rows[rows.n >= min(3, rows.n.max())]
     return rows.loc[rows.loss.idxmin()]
 
@@ -272,7 +330,7 @@ def _differences(budget, family, other, best, fits):
     if family in best and other in best:
         a, b = ((one.loss, one["std"], one.n) for one in (best[family], best[other]))
         yield row | {"method": "measured"} | dict(zip(names, difference(a, b), strict=True))
-    for method in ("parabola", "law"):
+    for method in METHODS:
         if (family, method) in fits and (other, method) in fits:
             a, b = fits[family, method].losses, fits[other, method].losses
             if budget in a and budget in b:
@@ -287,37 +345,32 @@ def _differences(budget, family, other, best, fits):
 
 def markdown(optima, differences, fits, arguments, grid):
     """Return the tables as Markdown."""
-
-    def with_interval(row, name, form):
-        value, low, high = row[name], row.get(f"{name}_low"), row.get(f"{name}_high")
-        if pd.isna(value):
-            return "none"
-        return form(value) + ("" if pd.isna(low) else f" ({form(low)} to {form(high)})")
-
-    rows = []
-    for _, row in optima.iterrows():
-        loss = with_interval(row, "loss", "{:.4f}".format)
-        if row.method == "measured" and row.seeds > 1:
-            loss = f"{row.loss:.4f} ± {row['std']:.4f}"
-        size = with_interval(row, "parameters", quantity)
-        times = [with_interval(row, f"speedup_{name}", "{:.2f}".format) if f"speedup_{name}" in row
-                 and row.method != "measured" else "" for name in ("flops", "seconds")]  # fmt: skip
-        rows.append([quantity(row.budget, "FLOPs"), row.family, row.method, loss, size, *times])
-    titles = ["budget", "family", "method", "loss (nats)", "parameters", "speedup in FLOPs",
-              "speedup in seconds"]  # fmt: skip
-    parts = [tables.markdown(titles, rows)]
-    rows = [
-        [quantity(row.budget, "FLOPs"), row.family, row.against, row.method,
-         with_interval(row.rename({"low": "difference_low", "high": "difference_high"}),
-                       "difference", "{:.4f}".format), f"{row.equivalence_p:.3f}"]
-        for _, row in differences.iterrows()
-    ]  # fmt: skip
-    titles = ["budget", "family", "minus", "method", "difference (nats)", "p of equivalence"]
-    parts.append(tables.markdown(titles, rows))
+    losses = _cells(optima, "loss", "{:.4f}".format)
+    deviations = [f" ± {std:.4f}" if std == std else "" for std in optima["std"]]
+    shown = {
+        "budget": _cells(optima, "budget", lambda flops: quantity(flops, "FLOPs")),
+        "family": optima.family,
+        "method": optima.method,
+        "loss (nats)": map(operator.add, losses, deviations),
+        "parameters": _cells(optima, "parameters", quantity),
+        "speedup in FLOPs": _cells(optima, "speedup_flops", "{:.2f}".format),
+        "speedup in seconds": _cells(optima, "speedup_seconds", "{:.2f}".format),
+    }
+    parts = [tables.markdown(list(shown), zip(*shown.values(), strict=True))]
+    if len(differences):
+        ends = differences.rename(columns={"low": "difference_low", "high": "difference_high"})
+        shown = {
+            "budget": _cells(differences, "budget", lambda flops: quantity(flops, "FLOPs")),
+            "family": differences.family,
+            "minus": differences.against,
+            "method": differences.method,
+            "difference (nats)": _cells(ends, "difference", "{:.4f}".format),
+            "p of equivalence": _cells(differences, "equivalence_p", "{:.3f}".format),
+        }
+        parts.append(tables.markdown(list(shown), zip(*shown.values(), strict=True)))
     laws = {family: fit.law for (family, method), fit in fits.items() if method == "law"}
     if laws:
-        rows = [[family, *(f"{getattr(law, name):.4g}" for name in "EABab")]
-                for family, law in laws.items()]  # fmt: skip
+        rows = [[family, *map("{:.4g}".format, vars(law).values())] for family, law in laws.items()]
         parts.append(tables.markdown(["L = E + A / N^a + B / D^b", *"EABab"], rows))
     parts.append(
         "95% intervals: unpaired with a pooled deviation for measured losses, bootstrap over "
@@ -327,21 +380,32 @@ def markdown(optima, differences, fits, arguments, grid):
     return "\n\n".join(parts) + "\n"
 
 
+def _cells(table, name, form):
+    """Return a column with its intervals as text."""
+    columns = table.reindex(columns=[name, f"{name}_low", f"{name}_high"]).itertuples(index=False)
+    return [
+        ("" if pd.isna(value) else form(value))
+        + ("" if pd.isna(low) else f" ({form(low)} to {form(high)})")
+        for value, low, high in columns
+    ]
+
+
 def draw(points, fits, path):
     """Draw loss over parameters, one panel a budget, with the fitted parabolas."""
     import seaborn as sns
 
+    families = points.family.unique()
+    colours = dict(zip(families, sns.color_palette("husl", len(families)), strict=True))
     plot = sns.relplot(
-        points, x="parameters", y="loss", hue="family", col="budget", col_wrap=3,
-        facet_kws={"sharey": False}, height=3.5,
+        points, x="parameters", y="loss", hue="family", palette=colours, col="budget",
+        col_wrap=3, facet_kws={"sharey": False}, height=3.5,
     )  # fmt: skip
-    colours = dict(zip(points.family.unique(), sns.color_palette(), strict=False))
     for budget, axes in plot.axes_dict.items():
         axes.set_xscale("log")
         axes.set_title(quantity(budget, "FLOPs"))
         for (family, method), fit in fits.items():
             rows = fit.means[fit.means.budget == budget]
-            if method == "parabola" and rows["size"].nunique() >= scaling.MIN_SIZES:
+            if method == "parabola" and rows.parameters.nunique() >= scaling.MIN_SIZES:
                 x = np.log(rows.parameters)
                 curve = np.polyfit(x - x.mean(), rows.loss, 2, w=np.sqrt(rows.n))
                 sizes = np.geomspace(rows.parameters.min(), rows.parameters.max(), 50)
@@ -357,21 +421,31 @@ def study(arguments):
     runs_lib.check([*selecting, *final_runs(grid, workdir, extra, {})], extra)
     trains = not (arguments.table_only or arguments.print_commands)
     if trains:
-        runs_lib.run_all(points.missing(selecting), arguments.jobs)
+        points.train(selecting, arguments.jobs)
     if arguments.print_commands and not all(map(runs_lib.is_finished, points.missing(selecting))):
-        return runs_lib.print_commands(points.missing(selecting))
-    rates = best_rates(points.table(selecting)) if selecting else {}
-    final = final_runs(grid, workdir, extra, rates)
+        runs_lib.print_commands(points.missing(selecting))
+        print("# these select the learning rates: rerun when they have finished")
+        return
+    selected = points.table(selecting)
+    final = final_runs(grid, workdir, extra, best_rates(selected))
     if arguments.print_commands:
         return runs_lib.print_commands(points.missing(final))
     if trains:
-        runs_lib.run_all(points.missing(final), arguments.jobs)
+        points.train(final, arguments.jobs)
     table = points.table(final)
     optima, differences, fits = analyse(table, grid)
     folder = io.folder(workdir)
     folder.mkdir(parents=True, exist_ok=True)
+    all_points = pd.concat([selected, table]) if selecting else table
     header = {"title": arguments.grid, "command": arguments.command, "config": grid["config"]}
-    for name, contents in (("points", table), ("optima", optima), ("differences", differences)):
+    header |= {key: ", ".join(all_points[key].unique()) for key in ("machine", "revision")}
+    if selecting:
+        header["rate_seed"] = grid["rate_seed"]
+    for name, contents in (
+        ("points", all_points),
+        ("optima", optima),
+        ("differences", differences),
+    ):
         results.write(folder / f"{name}.csv", contents, header)
     text = markdown(optima, differences, fits, arguments, grid)
     io.write_atomic(folder / "table.md", text)
@@ -383,7 +457,7 @@ def main(argv=None):
     parser = cli.Parser("efx.studies.isoflop", __doc__)
     parser.add_argument("--grid", required=True, help="grid file, or the name of one of efx")
     parser.add_runs()
-    help = "points.csv of another study or machine, or a file of results/; can be repeated"
+    help = "points.csv or directory of another study, or a file of results/; can be repeated"
     parser.add_argument("--from", dest="points", action="append", default=[], help=help)
     parser.add_argument("--table-only", action="store_true", help="only read finished runs")
     return parser.run(study, argv)

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import json
 import os
 import pathlib
 import queue
@@ -274,7 +275,7 @@ def results(runs):
             run.labels
             | last
             | {
-                "text": run_dir.checksum(str(record.get("text")))[:12],
+                "text": run_dir.checksum(json.dumps(record.get("text"), sort_keys=True))[:12],
                 "tokenizer": (record.get("tokenizer") or "")[:12],
                 "machine": run_dir.machine_of(launch),
                 "revision": run_dir.revision_of(launch),

@@ -10,7 +10,9 @@ projection; arXiv 2603.22339 shows that parabolas are biased and this is not). N
 parameters. The fit is by least squares in nats; a point counts as often as it has seeds.
 
 Intervals are bootstrap percentiles. A draw adds to each fitted loss a resampled misfit of the
-family's points and a resampled deviation of seeds.
+family's points and resampled deviations of seeds, each with a variance drawn for its degrees of
+freedom: else intervals from few points would be too narrow. A fit with fewer than two degrees of
+freedom left has no interval, as its misfit is unknown.
 """
 
 import dataclasses
@@ -24,6 +26,7 @@ from efx.studies.statistics import MARGIN
 
 MIN_SIZES = 3  # of a parabola
 LAW_PARAMETERS = 5
+MIN_FREEDOM = 2  # points beyond the free parameters, for an interval
 _EXPONENTS = np.log([0.02, 3.0])  # range of the search
 _REACH = 3.0  # a law's best size is trusted within this factor of the measured sizes
 _LEVELS = [2.5, 97.5]
@@ -109,7 +112,9 @@ class Law:
 def can_fit_law(means):
     """Whether the points determine five parameters."""
     return (
-        len(means) > LAW_PARAMETERS and means.budget.nunique() > 1 and means["size"].nunique() > 2
+        len(means) > LAW_PARAMETERS
+        and means.budget.nunique() > 1
+        and means.parameters.nunique() >= MIN_SIZES
     )
 
 
@@ -186,15 +191,16 @@ class Fit:
     def __init__(self, method, means, draws, rng):
         self.method, self.means, self.law = method, means, None
         self._flops_per_token = interpolate(means, "flops_per_token")
-        measured = means.loss.to_numpy()
         self._laws = []  # of the measured losses, then of the draws
-        optima, fitted = self._fit(measured)
-        free = LAW_PARAMETERS if method == "law" else MIN_SIZES * means.budget.nunique()
-        found = [optima]
-        for losses in _draws(means, fitted, free, draws, rng):
-            found.append(self._fit(losses)[0])
+        optima, fitted = self._fit(means.loss.to_numpy())
+        sizes_a_budget = means.groupby("budget").size()
+        free = LAW_PARAMETERS if method == "law" else sizes_a_budget.clip(upper=MIN_SIZES).sum()
+        found = [optima] + [
+            self._fit(losses)[0] for losses in _draws(means, fitted, free, draws, rng)
+        ]
+        none = [np.nan] * (1 + draws - len(found))
         self.sizes, self.losses = (
-            {budget: np.array([one[budget][i] for one in found]) for budget in optima}
+            {budget: np.array([one[budget][i] for one in found] + none) for budget in optima}
             for i in (0, 1)
         )
 
@@ -219,11 +225,12 @@ class Fit:
         other; NaN beyond the measured budgets.
         """
         budgets = np.array(sorted(self.losses))
+        known_R = np.isfinite(self.losses[budgets[0]]) & np.isfinite(losses_R)
         if self.method == "law":
             budgets = np.geomspace(budgets[0], budgets[-1], 9)
         found = np.full((2, len(losses_R)), np.nan)
-        for row, target in enumerate(losses_R):
-            sizes, curve = self._optimum_curve(row, budgets)
+        for row in np.flatnonzero(known_R):
+            target, (sizes, curve) = losses_R[row], self._optimum_curve(row, budgets)
             if len(curve) > 1 and np.all(np.diff(curve) < 0) and curve[-1] <= target <= curve[0]:
                 found[0, row] = np.exp(np.interp(-target, -curve, np.log(budgets)))
                 found[1, row] = np.exp(np.interp(-target, -curve, np.log(sizes)))
@@ -241,18 +248,30 @@ class Fit:
 
 
 def _draws(means, fitted, free, count, rng):
-    """Yield `count` arrays of losses as other seeds and points might have given them."""
+    """Yield `count` arrays of losses as other seeds and points might have given them.
+
+    Nothing is drawn with fewer than MIN_FREEDOM points beyond the free parameters of the fit.
+    """
     residuals = means.loss.to_numpy() - fitted
-    left = max(1, len(means) - free)
-    residuals = residuals * np.sqrt(len(means) / left)
-    repeated = means[means.n > 1]
-    # A deviation from a mean of n is short by sqrt(1 - 1/n).
-    deviations = [d / np.sqrt(1 - 1 / len(d)) for d in repeated.deviations]
-    deviations = np.concatenate(deviations) if deviations else np.zeros(1)
+    deviations = np.concatenate([*means.deviations[means.n > 1], np.zeros(0)])
+    points_left, seeds_left = len(means) - free, (means.n - 1).sum()
+    if points_left < MIN_FREEDOM:
+        return
     for _ in range(count):
-        misfit = rng.choice(residuals, len(means))
-        seeds = [rng.choice(deviations, n).mean() for n in means.n]
-        yield fitted + misfit + seeds
+        # Variances that these sums of squares may stem from.
+        seeds = (deviations**2).sum() / rng.chisquare(seeds_left) if seeds_left else 0.0
+        points = (residuals**2).sum() / rng.chisquare(points_left)
+        misfit = max(0.0, points - seeds * (1 / means.n).mean())
+        losses = fitted + np.sqrt(misfit) * rng.choice(_normalised(residuals), len(means))
+        if seeds_left:
+            units = [rng.choice(_normalised(deviations), n).mean() for n in means.n]
+            losses = losses + np.sqrt(seeds) * np.array(units)
+        yield losses
+
+
+def _normalised(values):
+    """Scale to a mean square of 1, unless all are 0."""
+    return values / np.sqrt(max(np.mean(values**2), 1e-300))
 
 
 def interval(draws):
@@ -262,9 +281,14 @@ def interval(draws):
 
 
 def equivalence_p(draws):
-    """Return the share of draws outside the margin, on the side with more of them."""
+    """Return the share of draws outside the margin, on the side with more of them.
+
+    NaN where they have no interval.
+    """
+    if np.isnan(interval(draws)[0]):
+        return np.nan
     known = draws[np.isfinite(draws)]
-    return max(np.mean(known > MARGIN), np.mean(known < -MARGIN)) if len(known) else np.nan
+    return max(np.mean(known > MARGIN), np.mean(known < -MARGIN))
 
 
 def speedup(base, fit, budget):

@@ -1,11 +1,14 @@
 """isoFLOP studies: fits of known laws and published numbers, reuse of points, a whole study."""
 
+import json
+
 import numpy as np
 import pandas as pd
 import pytest
 from refusals import refused
+from study_helpers import error_line
 
-from efx import main
+from efx import main, run_dir
 from efx.studies import isoflop, results, scaling
 from efx.studies import runs as runs_lib
 
@@ -13,24 +16,26 @@ LAW = scaling.Law(E=1.7, A=60.0, B=400.0, a=0.4, b=0.5)
 SIZES = np.geomspace(1e4, 3e5, 6)
 
 
-def points_of(law, family, noise=0.0, seeds=3, flops_of=lambda n: 6 * n, time=1e-12, rng=None):
-    """Points of a family that follows a law, at two budgets."""
-    rng = rng or np.random.default_rng(0)
+def points_of(law, family, noise=0.0, flops_of=lambda n: 6 * n, time=1e-12, rng=None, sizes=SIZES):
+    """Points of a family that follows a law, at two budgets, with three seeds."""
     rows = []
     for budget in (1e12, 4e12):
-        for size in SIZES:
+        for size in sizes:
             tokens = budget / flops_of(size)
-            for seed in range(seeds):
+            for seed in range(3):
+                error = noise * rng.normal() if noise else 0.0
                 rows.append({
                     "family": family, "size": f"{size:.0f}", "budget": budget, "rate": None,
                     "seed": seed, "parameters": size, "tokens": tokens, "flops": budget,
-                    "seconds": budget * time, "loss": law.loss(size, tokens) + noise * rng.normal(),
+                    "seconds": budget * time, "machine": "cpu",
+                    "loss": law.loss(size, tokens) + error,
                 })  # fmt: skip
     return pd.DataFrame(rows)
 
 
-def grid(**changes):
-    return {"fit_within": None, "against": ()} | changes
+def analyse(points, draws=100, **grid):
+    grid = {"families": dict.fromkeys(points.family), "fit_within": None, "against": ()} | grid
+    return isoflop.analyse(points, grid, draws)
 
 
 def test_a_law_is_found_exactly():
@@ -53,11 +58,13 @@ def test_a_parabola_is_found_exactly_and_needs_enclosed_minima():
         assert np.isnan(scaling.parabola(SIZES, losses, np.ones(6))[0])
 
 
-@pytest.mark.parametrize("name, fit_within", [("isoflop", None), ("mod_evidence", 5.0)])
+@pytest.mark.parametrize("name, fit_within", [
+    ("isoflop", None), ("mod_evidence", 5.0), ("mod_evidence_accelerator", None),
+])  # fmt: skip
 def test_published_optima_come_out_again(root, name, fit_within):
     points, _ = results.read(name, root / "results")
     published, _ = results.read(f"{name}_optima", root / "results")
-    optima, _, _ = isoflop.analyse(points, grid(fit_within=fit_within), draws=2)
+    optima, _, _ = analyse(points, draws=0, fit_within=fit_within)
     columns = ["budget", "family", "method", "loss"]
     pd.testing.assert_frame_equal(optima[columns], published[columns], atol=1e-4, rtol=0)
 
@@ -67,7 +74,7 @@ def test_intervals_and_speedups_of_a_known_difference():
     rng = np.random.default_rng(1)
     dense = points_of(LAW, "dense", 0.01, rng=rng)
     mod = points_of(LAW, "MoD", 0.01, flops_of=lambda n: 3 * n, time=1.1e-12, rng=rng)
-    optima, differences, _ = isoflop.analyse(pd.concat([dense, mod]), grid(), draws=100)
+    optima, differences, _ = analyse(pd.concat([dense, mod]))
     row = differences[(differences.method == "law") & (differences.budget == 1e12)].iloc[0]
     dense_loss, mod_loss = (
         scaling.law_optimum(LAW, scaling.mean_points(points), 1e12)[1] for points in (dense, mod)
@@ -76,20 +83,64 @@ def test_intervals_and_speedups_of_a_known_difference():
     speedup = optima[(optima.method == "law") & (optima.family == "MoD")].iloc[0]
     assert speedup.speedup_flops_low < 2 < speedup.speedup_flops_high
     np.testing.assert_allclose(speedup.speedup_seconds, speedup.speedup_flops / 1.1, rtol=1e-6)
+    mod.machine = "gpu"  # whose seconds do not compare
+    optima, _, _ = analyse(pd.concat([dense, mod]), draws=0)
+    assert optima.speedup_flops.notna().any() and optima.speedup_seconds.isna().all()
 
 
 def test_the_same_family_twice_is_equivalent():
     rng = np.random.default_rng(2)
     points = pd.concat([points_of(LAW, name, 0.002, rng=rng) for name in ("a", "b")])
-    _, differences, _ = isoflop.analyse(points, grid(), draws=100)
+    _, differences, _ = analyse(points)
     assert (differences.equivalence_p < 0.05).all()
     assert (differences.low < 0).all() and (differences.high > 0).all()
+
+
+def test_intervals_from_five_points_cover_the_true_loss():
+    """Percentiles without the uncertainty of the variance would cover it in 79% of cases."""
+    x, covered, cases = np.linspace(-1, 1, 5), 0, 50
+    points = pd.DataFrame({
+        "budget": 1.0, "size": [*"abcde"], "tokens": 1.0, "flops": 1.0, "seconds": 1.0,
+        "parameters": np.exp(x), "loss": 2 + 0.1 * x**2,
+    })  # fmt: skip
+    means = scaling.mean_points(points)
+    for case in range(cases):
+        rng = np.random.default_rng(case)
+        changed = means.assign(loss=means.loss + 0.01 * rng.normal(size=5))
+        fit = scaling.Fit("parabola", changed, 80, rng)
+        low, high = scaling.interval(fit.losses[1.0][1:])
+        covered += low < 2 < high
+    assert covered > 0.88 * cases
+
+
+def test_a_fit_without_misfit_to_look_at_has_no_interval():
+    """Three points determine a parabola: nothing is known about its error."""
+    rng = np.random.default_rng(3)
+    points = [points_of(LAW, name, 0.001, rng=rng, sizes=SIZES[3:]) for name in ("a", "b")]
+    points = pd.concat(points).query("budget == 1e12")
+    optima, differences, _ = analyse(points, against=("b",))
+    rows = optima[optima.method == "parabola"]
+    assert len(rows) == 2 and rows.loss.notna().all() and rows.loss_low.isna().all()
+    rows = differences[differences.method == "parabola"]
+    assert rows.difference.notna().all() and rows[["low", "equivalence_p"]].isna().all(axis=None)
+
+
+def test_the_first_family_of_the_grid_is_the_baseline():
+    points = pd.concat([points_of(LAW, name) for name in ("MoD", "dense")])
+    optima, differences, fits = analyse(points, draws=0, families={"dense": {}, "MoD": {}})
+    assert {*differences.family} == {"MoD"} and {*differences.against} == {"dense"}
+
+
+def test_sizes_of_equal_parameters_are_not_fitted():
+    points = points_of(LAW, "dense").assign(parameters=1e4)
+    optima, _, fits = analyse(points)
+    assert not fits and {*optima.method} == {"measured"}
 
 
 def test_a_loss_that_is_not_finite_is_refused():
     points = points_of(LAW, "dense")
     points.loc[3, "loss"] = np.nan
-    refused(lambda: isoflop.analyse(points, grid()), "dense", "optim.learning_rate")
+    refused(lambda: analyse(points), "dense", "optim.learning_rate")
 
 
 # ---- grids and points --------------------------------------------------------------------------
@@ -101,13 +152,21 @@ def here(root, monkeypatch):
 
 
 def test_published_points_are_those_of_their_grid(here):
-    """All settings, so that a study can add to them; of one seed, as seeds change nothing."""
+    """So that a study can add to them, and its published command accepts them."""
     loaded = isoflop.load_grid("configs/sweeps/isoflop.py")
     points = isoflop.Points(["results/isoflop.csv"])
     runs = isoflop.final_runs(loaded, "w", (), {})
-    assert not points.missing(runs)
+    assert runs and not points.missing(runs)
     changed = isoflop.final_runs(loaded, "w", ("--config.model.width=24",), {})
     refused(lambda: points.missing(changed), "other settings")
+    # With searched learning rates.
+    loaded = isoflop.load_grid("configs/sweeps/mod_evidence.py:rates")
+    points = isoflop.Points(["results/mod_evidence_own_rates.csv"])
+    searched = isoflop.rate_runs(loaded, "w", ())
+    assert len(searched) == 53 and not points.missing(searched)
+    rates = isoflop.best_rates(points.table(searched))
+    final = isoflop.final_runs(loaded, "w", (), rates)
+    assert len(final) == 24 and not points.missing(final)
 
 
 def test_settings_that_do_not_decide_the_result_do_not_matter(here):
@@ -123,6 +182,9 @@ def test_settings_that_do_not_decide_the_result_do_not_matter(here):
     ({"against": ("x",)}, "against"),
     ({"seeds": (0, 0)}, "seeds"),
     ({"learning_rates": (1e-3, 2e-3)}, "rate_seed"),
+    ({"learning_rates": (1e-3, 2e-3), "rate_seed": 0}, "rate_seed=0"),
+    ({"learning_rates": {"1": (1e-3,), "2": (1e-3,)}, "rate_seed": 9}, "learning_rates"),
+    ({"families": {"d": {"model.width": {"1": 8, "2": 16}}}}, "model.width"),
     ({"sizs": {}}, "'sizes'"),
 ])  # fmt: skip
 def test_bad_grids_are_refused(change, name, tmp_path):
@@ -144,26 +206,44 @@ def get_grid():
 """
 
 
-def test_a_whole_study(tmp_path, here, monkeypatch, one_device):
-    started = []
+@pytest.fixture
+def started(monkeypatch):
+    """The runs that were made, each in this process."""
+    runs = []
 
     def start(run, cpus, processes):
-        started.append(run)
+        runs.append(run)
         assert main.main(["efx", *run.arguments]) == 0
 
     monkeypatch.setattr(runs_lib, "start", start)
+    return runs
+
+
+def test_a_whole_study(tmp_path, here, started, one_device, capsys):
     (tmp_path / "grid.py").write_text(GRID)
-    argv = [f"--grid={tmp_path}/grid.py", f"--workdir={tmp_path}/w"]
-    assert isoflop.main(argv) == 0
+    grid, workdir = f"--grid={tmp_path}/grid.py", tmp_path / "w"
+    commands = [grid, f"--workdir={workdir}", "--print-commands"]
+    assert isoflop.main(commands) == 0
+    assert capsys.readouterr().out.count("config.optim.learning_rate") == 6
+    assert isoflop.main([grid, f"--workdir={workdir}"]) == 0
     assert len(started) == 3 * 2 + 3 * 2  # rates, then seeds
-    points = isoflop.read_points(tmp_path / "w/points.csv")
-    assert {*points.seed} == {0, 1}  # the seed that selected the rates is not used again
-    assert (tmp_path / "w/curves.png").exists() and (tmp_path / "w/table.md").exists()
-    # From the points of another directory nothing is trained but the search of rates.
-    again = [argv[0], f"--workdir={tmp_path}/v", f"--from={tmp_path}/w/points.csv"]
-    monkeypatch.setattr(isoflop, "rate_runs", lambda *arguments: [])
-    monkeypatch.setattr(isoflop, "best_rates", lambda points: {})
-    rates = {tuple(row[:3]): row[3] for row in points[isoflop.KEY].itertuples(index=False)}
-    final = isoflop.final_runs
-    monkeypatch.setattr(isoflop, "final_runs", lambda g, w, e, r: final(g, w, e, rates))
-    assert isoflop.main(again) == 0 and len(started) == 12
+    capsys.readouterr()
+    assert isoflop.main(commands) == 0 and not capsys.readouterr().out
+    points = isoflop.read_points(workdir)
+    assert points.groupby("seed").size().to_dict() == {0: 3, 1: 3, 9: 6}
+    optima = pd.read_csv(workdir / "optima.csv", comment="#")
+    assert optima.seeds[0] == 2  # the seed that selected the rates is not used again
+    assert (workdir / "curves.png").exists() and (workdir / "table.md").exists()
+    text = json.dumps(run_dir.run_record(started[0].folder)["text"], sort_keys=True)
+    assert {*points.text} == {run_dir.checksum(text)[:12]}  # as in published points
+
+    assert isoflop.main([grid, f"--workdir={tmp_path}/v", f"--from={workdir}"]) == 0
+    assert len(started) == 12  # nothing is trained twice
+    again = pd.read_csv(tmp_path / "v/optima.csv", comment="#")
+    pd.testing.assert_frame_equal(optima, again)
+
+    other = points[points.seed != 1].assign(text="other")
+    other.to_csv(tmp_path / "other.csv", index=False)
+    assert isoflop.main([grid, f"--workdir={tmp_path}/u", f"--from={tmp_path}/other.csv"]) == 2
+    assert len(started) == 13  # the first new run shows that its text is another
+    error_line(capsys, "text")
