@@ -6,13 +6,15 @@ A sweep file is plain data: `get_sweep()` returns
 
     dict(config="configs/mod.py",                  # every run starts from it
          seeds=(0, 1, 2),
-         equal="flops",                            # or "tokens", or "": as many as the first run
+         equal="flops",                            # or "tokens", or "", see below
          runs={"name": {"model.depth": 8}, ...},   # changed settings; "config" is another file
          columns={"title": "metric", ...})         # of metrics.jsonl, or "first|second|..."
 
+With equal="flops" or "tokens", the first run trains before the others, and all get as many FLOPs or
+tokens as it used; with "" the settings decide. Every command line is checked before the first run.
 `--sweep FILE:PART` calls `get_sweep("PART")`. Runs are in WORKDIR/<name>-seed<n>. An interrupted
-sweep resumes, and finished runs are not repeated. Arguments after `--` go to every run. The table
-is WORKDIR/table.md; WORKDIR/table.csv has a row for each run.
+sweep resumes, and finished runs are not repeated. Arguments after `--` go to every run. The table,
+WORKDIR/table.md, compares each row with the first; WORKDIR/table.csv has a row for each run.
 """
 
 import math
