@@ -1,10 +1,12 @@
-"""cBTM: clusters of a corpus, one expert trained on each, a sparse ensemble of them.
+"""cBTM: clusters of a corpus, one expert trained on each, and a sparse ensemble of the experts.
+
+Scaling Expert Language Models with Unsupervised Domain Discovery (Gururangan et al. 2023, arXiv
+2303.14177). This clusters the documents, trains a seed model on all of them and from it an expert
+on each cluster, and evaluates:
 
     python -m efx.composition.cbtm --config configs/cbtm.py --workdir runs/cbtm
 
-does all of it: it clusters the documents, trains a seed model on everything and then, from the
-seed model, an expert on each cluster, and evaluates. The same by hand, with the experts on any
-number of machines that do not communicate:
+The same by hand; the experts may train on different machines:
 
     python -m efx.main --config configs/cbtm.py --mode=cluster --workdir runs/cbtm
     python -m efx.main --config configs/cbtm.py --workdir runs/cbtm/seed --config.steps=750
@@ -14,17 +16,14 @@ number of machines that do not communicate:
     python -m efx.main --mode=evaluate --workdir runs/cbtm
     python -m efx.main --mode=sample --workdir runs/cbtm --prompt 'def '
 
-Scaling Expert Language Models with Unsupervised Domain Discovery (Gururangan et al. 2023, arXiv
-2303.14177). The corpus is two kinds of real text that come with every Python, unlabelled: the
-source of the standard library and the language reference. Other text in place of them or in
-addition: `--config.data.source=mix:stdlib,text:input.txt`.
+The text is the source of Python's standard library and the language reference, unlabelled; other
+text by `--config.data.source=mix:stdlib,text:input.txt`. `config.steps` is the budget of the seed
+model and all experts together. efx/config/run.py has `config.cluster` and `config.ensemble`. Needs
+the extra `studies` and 2 CPU cores.
 
-Knobs: `config.cluster` (number of clusters, method, the seed model's fraction of the budget),
-`config.ensemble` (tau, top_k, how often the weights are computed), in efx/config/run.py.
-`config.steps` is the budget of the seed model and all experts together. Needs the extra `studies`.
-
-Variants: `configs/cbtm.py:smoke`, a minute or two for all of it; `configs/cbtm.py:table`, the size
-of `python -m efx.composition.cbtm_table`. Hardware: 2 CPU cores.
+Variants:
+    smoke       a minute or two on a CPU
+    table       the sizes of `python -m efx.composition.cbtm_table`
 """
 
 from efx.configs import common
@@ -45,7 +44,6 @@ VARIANTS = {
         "steps": 1200,
         "data.seq_len": 128,
         "model.width": 64,
-        "model.depth": 4,
         "evaluate.every": 0,
         "sample.every": 0,
         "checkpoint.every": 0,
@@ -56,18 +54,15 @@ VARIANTS = {
 
 def get_config(arg=""):
     config = common.base()
-    common.apply(
-        config,
-        {
-            **common.STDLIB,
-            "steps": 3000,
-            "data.source": "mix:stdlib,pydoc",
-            "data.max_bytes": 2_000_000,
-            "data.document_bytes": 2048,
-            "data.split": "documents",
-            "data.packing": True,
-            "data.eval_fraction": 0.05,
-            "model.depth": 4,
-        },
-    )
+    changes = {
+        "steps": 3000,
+        "data.source": "mix:stdlib,pydoc",
+        "data.max_bytes": 2_000_000,
+        "data.document_bytes": 2048,
+        "data.split": "documents",
+        "data.packing": True,
+        "data.eval_fraction": 0.05,
+        "model.depth": 4,
+    }
+    common.apply(config, {**common.STDLIB, **changes})
     return common.variant(config, arg, **VARIANTS)

@@ -1,14 +1,11 @@
-"""Functions and recipes that config files share.
+"""Settings and functions that config files share.
 
-    config = common.base()                       # every setting of efx at its default
-    common.apply(config, {"model.depth": 12})    # the changes of the experiment
+    config = common.base()                          # all settings at their defaults
+    common.apply(config, {"model.depth": 12})       # those of the experiment
     return common.variant(config, arg, smoke={...})
 
-All settings with their defaults and meaning: efx/config/run.py,
-efx/layers/config.py and the configs of the families in efx/models.
+efx/config/run.py, efx/layers/config.py and efx/models define the settings and their defaults.
 """
-
-import itertools
 
 from efx.config.load import apply
 from efx.config.run import default_config
@@ -16,58 +13,42 @@ from efx.errors import UsageError, nearest
 
 
 def base(family="decoder"):
-    """The whole config of a family, by default of a dense Llama-style decoder on Python's standard
-    library, as a ConfigDict. None in it means "decided by the preset"."""
+    """Return the ConfigDict of a model family with all settings at their defaults."""
     return default_config(family)
 
 
-def variant(config, arg, recipes=(), **variants):
-    """Applies the comma-separated names of `file.py:name,name`, whose order does not matter.
+def variant(config, arg, **variants):
+    """Apply the comma-separated variants of `file.py:name,name` to a config and return it.
 
-    Names in `recipes` (a size with its data and training) are applied first, then the others, and
-    "smoke" last, so that it makes everything small. UsageError for an unknown name, or if two of
-    the same group set a key to different values.
+    "smoke" is applied last. The order of the names has no effect.
 
     Args:
-      variants: by name, a dict of dotted keys, or a function from the config so far to one.
+      variants: {name: {dotted key: value}}
+    Raises: UsageError for an unknown name, or if two variants set one key to different values.
     """
-    names = list(dict.fromkeys(filter(None, arg.split(","))))
+    names = sorted({*arg.split(",")} - {""})
     for name in names:
         if name not in variants:
             raise UsageError(
                 f"config variant {name!r}: expected one of {', '.join(variants)}"
                 + nearest(name, variants)
             )
-    smoke = ("smoke",)
-    options = [name for name in variants if name not in (*recipes, *smoke)]
-    for group in (recipes, options, smoke):
-        changes = {name: variants[name] for name in group if name in names}
-        changes = {
-            name: change(config) if callable(change) else change for name, change in changes.items()
-        }
-        _check_agreement(changes)
-        for name in changes:
-            try:
-                apply(config, changes[name])
-            except UsageError as error:
-                raise UsageError(f"config variant {name!r}: {error}") from None
+    set_by = {}
+    for name in (name for name in names if name != "smoke"):
+        for key, value in variants[name].items():
+            other = set_by.setdefault(key, name)
+            if variants[other][key] != value:
+                raise UsageError(
+                    f"config variants {other!r} and {name!r}: they set config.{key} to "
+                    f"{variants[other][key]!r} and {value!r}; leave one of them out"
+                )
+        apply(config, variants[name], f"config variant {name!r}: ")
+    if "smoke" in names:
+        apply(config, variants["smoke"], "config variant 'smoke': ")
     return config
 
 
-def _check_agreement(variants):
-    """UsageError if two of {name: {key: value}} set a key to different values."""
-    for (first_name, first), (second_name, second) in itertools.combinations(variants.items(), 2):
-        for key in first:
-            if key in second and first[key] != second[key]:
-                raise UsageError(
-                    f"config variants {first_name!r} and {second_name!r} contradict each other:"
-                    f" config.{key} is {first[key]!r} in one and {second[key]!r} in the other;"
-                    " leave one of them out"
-                )
-
-
-# Data, optimiser and evaluation of the small configs of all families: 1000 steps on bytes of
-# Python's standard library.
+# Training of the small configs: 1000 steps on the bytes of Python's standard library.
 RECIPE = {
     "steps": 1000,
     "data.source": "stdlib",
@@ -83,7 +64,7 @@ RECIPE = {
     "sample.prompt": "def ",
 }
 
-# The same with a decoder, 128 wide: a few minutes on 2 CPU cores.
+# The same, of a decoder 128 wide: a few minutes on 2 CPU cores.
 STDLIB = {
     **RECIPE,
     "model.preset": "llama",
@@ -108,7 +89,6 @@ SMOKE = {
     "sample.max_new_tokens": 64,
 }
 
-# Shared by the configs for accelerators, and a smoke run that undoes it.
 ACCELERATOR = {
     "data.source": "stdlib",
     "data.eval_fraction": 0.01,

@@ -2,45 +2,30 @@
 
     python -m efx.main --config configs/encoder_decoder.py --workdir runs/encoder_decoder
 
-Layer l holds an encoder block and a decoder block. The decoder block reads the encoder stream
-through causal cross-attention. With the default cross_source="previous_layer" the two blocks of a
-layer do not depend on each other. A loss ties the encoder's output to the running mean of the
-embeddings.
+Layer l holds an encoder block and a decoder block, which reads the encoder stream through causal
+cross-attention. By default (`cross_source="previous_layer"`) it reads the input of the layer, so
+that the two blocks do not depend on each other. A loss moves the encoder's output towards the
+running mean of the embeddings.
 
-Settings in `config.model` (defaults in efx/models/encoder_decoder.py):
-    depth, encoder_depth    decoder blocks; encoder blocks, 0: as many as are of use
-    cross_heads             heads of cross-attention
-    positions               "learned", or "rope" in self-attention and cross-attention
-    order                   "self_first", "cross_first", "cross_only"
-    cross_source            "previous_layer", "same_layer", "final" (the serial encoder-decoder)
-    serial_start            with "final": the decoder starts from the "encoder" output or from the
-                            "embedding", as with the other sources
-    decoder_input_norm, decoder_input_positions   a norm before the decoder's first linear layer;
-                            the embedding of the next position added after it
-    output_positions        "subtract" the embedding of the next position from the output, then
-                            also a norm ("subtract_norm"), or "none"; with positions="rope": "none"
-    embedding_loss          "mse", "cosine", "log_cosine", "none"; weight: `config.losses.embedding`
-    embedding_loss_gains    norms of that loss with gains: the published form, which collapses
-    depth_routing           Mixture-of-Depths in both streams; `blocks` and capacities number
-                            the encoder's blocks before the decoder's
-    mlp.moe                 experts in every n-th block of each stream
-    mup, initialisation     transfer of learning rates between widths; initial weights
-    dropout                 as in every family
+efx/models/encoder_decoder.py has the settings of `config.model`. The main ones:
+    depth, encoder_depth    decoder and encoder blocks
+    cross_source            the encoder state that a decoder block reads: "previous_layer",
+                            "same_layer", or "final" (the serial encoder-decoder)
+    order                   of a decoder block: "self_first", "cross_first" or "cross_only"
+    positions               "learned" or "rope"
+    embedding_loss          "mse", "cosine", "log_cosine" or "none", with the weight
+                            `config.losses.embedding`
 
-Variants, combined with commas:
-    configs/encoder_decoder.py:smoke       about half a minute on a CPU
-    configs/encoder_decoder.py:same_layer  a decoder block reads the output of its layer's encoder
-    configs/encoder_decoder.py:serial      all encoder blocks come first, and the decoder starts
-                            from their output
-    configs/encoder_decoder.py:masks       learned dropout at every site of both streams, with the
-                            published penalties: the entropy of the masks and their L1 norm
-    configs/encoder_decoder.py:published   the published recipe: 13 layers, 150 wide, context 200,
-                            15.8M parameters with its BPE of 50,257 tokens, batches of 800; for an
-                            accelerator. The published numbers are of published,serial
-    configs/encoder_decoder.py:seed        the published model with its masks and both penalties,
-                            for an accelerator; masks,smoke is the same model at a small size
+Variants:
+    smoke       half a minute on a CPU
+    masks       learned dropout at every site of both streams, with the published penalties on
+                entropy and L1 norm of the masks
+    published   the published recipe, for an accelerator: 15.8M parameters with a BPE of 50,257
+                tokens, context 200. The published numbers are those of the serial form: add
+                --config.model.cross_source=final
+    seed        published,masks
 
-Hardware: 2 CPU cores.
+The default takes some minutes on 2 CPU cores.
 """
 
 from efx.configs import common
@@ -69,7 +54,6 @@ PUBLISHED = {
     "optim.b2": 0.95,
     "optim.weight_decay": 0.1,
 }
-# loss = cross-entropy + entropy of the masks + their L1 norm, both means with weight 1.
 MASKS = {
     "model.dropout.kind": "elementwise",
     "model.dropout.sites": ("embedding", "attention_probs", "attention_output", "mlp_output"),
@@ -84,8 +68,6 @@ VARIANTS = {
         "train.loss_chunk": 0,
         "model.cross_heads": 0,
     },
-    "same_layer": {"model.cross_source": "same_layer"},
-    "serial": {"model.cross_source": "final"},
     "masks": MASKS,
     "published": PUBLISHED,
     "seed": {**PUBLISHED, **MASKS},
@@ -94,13 +76,6 @@ VARIANTS = {
 
 def get_config(arg=""):
     config = common.base("encoder_decoder")
-    common.apply(
-        config,
-        {
-            **common.RECIPE,
-            "model.width": 128,
-            "model.depth": 4,
-            "model.attention.num_heads": 4,
-        },
-    )
-    return common.variant(config, arg, recipes=("published", "seed"), **VARIANTS)
+    size = {"model.width": 128, "model.depth": 4, "model.attention.num_heads": 4}
+    common.apply(config, {**common.RECIPE, **size})
+    return common.variant(config, arg, **VARIANTS)

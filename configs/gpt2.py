@@ -17,26 +17,23 @@ VARIANTS = {"smoke": common.ACCELERATOR_SMOKE}
 
 def get_config(arg=""):
     config = common.base()
-    common.apply(
-        config,
-        {
-            **common.ACCELERATOR,
-            "steps": 600_000,
-            "data.tokenizer": "bpe:50257",
-            "data.seq_len": 1024,
-            "data.batch_size": 480,
-            "model.preset": "gpt2",
-            "model.width": 768,
-            "model.depth": 12,
-            "model.attention.num_heads": 12,
-            "model.vocab_multiple": 64,
-            "train.accumulation": 20,
-            "optim.learning_rate": 6e-4,
-            "optim.schedule.warmup_steps": 2000,
-            "checkpoint.every": 2000,
-            "evaluate.every": 2000,
-            "evaluate.batch_size": 32,
-            "sample.every": 2000,
-        },
-    )
+    changes = {
+        "steps": 600_000,
+        "data.tokenizer": "bpe:50257",
+        "data.seq_len": 1024,
+        "data.batch_size": 480,
+        "model.preset": "gpt2",
+        "model.width": 768,
+        "model.depth": 12,
+        "model.attention.num_heads": 12,
+        "model.vocab_multiple": 64,
+        "train.accumulation": 20,
+        "optim.learning_rate": 6e-4,
+        "optim.schedule.warmup_steps": 2000,
+        "checkpoint.every": 2000,
+        "evaluate.every": 2000,
+        "evaluate.batch_size": 32,
+        "sample.every": 2000,
+    }
+    common.apply(config, {**common.ACCELERATOR, **changes})
     return common.variant(config, arg, **VARIANTS)

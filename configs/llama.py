@@ -19,26 +19,23 @@ VARIANTS = {
 
 def get_config(arg=""):
     config = common.base()
-    common.apply(
-        config,
-        {
-            **common.ACCELERATOR,
-            "steps": 100_000,
-            "data.tokenizer": "bpe:32000",
-            "data.seq_len": 2048,
-            "data.batch_size": 128,
-            "model.preset": "llama",
-            "model.width": 768,
-            "model.depth": 12,
-            "model.attention.num_heads": 12,
-            "model.attention.num_kv_heads": 4,
-            "train.accumulation": 8,
-            "optim.learning_rate": 1e-3,
-            "optim.schedule.warmup_steps": 1000,
-            "checkpoint.every": 1000,
-            "evaluate.every": 1000,
-            "evaluate.batch_size": 16,
-            "sample.every": 1000,
-        },
-    )
+    changes = {
+        "steps": 100_000,
+        "data.tokenizer": "bpe:32000",
+        "data.seq_len": 2048,
+        "data.batch_size": 128,
+        "model.preset": "llama",
+        "model.width": 768,
+        "model.depth": 12,
+        "model.attention.num_heads": 12,
+        "model.attention.num_kv_heads": 4,
+        "train.accumulation": 8,
+        "optim.learning_rate": 1e-3,
+        "optim.schedule.warmup_steps": 1000,
+        "checkpoint.every": 1000,
+        "evaluate.every": 1000,
+        "evaluate.batch_size": 16,
+        "sample.every": 1000,
+    }
+    common.apply(config, {**common.ACCELERATOR, **changes})
     return common.variant(config, arg, **VARIANTS)

@@ -2,39 +2,28 @@
 
     python -m efx.main --config configs/mode.py --workdir runs/mode
 
-Raposo et al. 2024 (arXiv 2404.02258, on MoDE), which names two forms:
-    staged (default)   every second block is a Mixture-of-Depths block, and the MLP of every block
-                       a Mixture of Experts: a token first competes for the block, attention
-                       included, then chooses experts among the tokens that got in
-    integrated         no Mixture-of-Depths; routers also select no-op experts, where a token
-                       keeps its residual. Attention sees every token
-Knobs: `config.model.depth_routing` as in configs/mod.py, `config.model.mlp.moe` as in
-configs/moe.py; of these for the integrated form
-    num_noop           number of no-op experts. With as many as experts, half of the assignments
-                       are free if the load is balanced: `load_balance` counts a no-op like any
-                       expert (a mean over layers: for the convention of papers see
-                       configs/moe.py)
-    top_k, renormalise 1 and False: one choice, an expert or none, weighted by its probability,
-                       from which the router learns the cost of skipping
-    capacity_factor    slots of an expert over its mean load of k T / (E + num_noop) choices, so
-                       that no-op experts shrink the experts' buffers, which saves the FLOPs
-    computed_fraction  the fraction of choices by which FLOPs are counted, and so the steps of
-                       `config.train_flops`. Routers need not choose experts and no-ops equally:
-                       for an equal budget, give the mean of a run over its training
-                       (`moe/computed_fraction` in metrics.jsonl; evaluations print theirs)
+Raposo et al. 2024 (arXiv 2404.02258) name two forms:
+    staged (default)   every second block is routed, and the MLP of every block has experts: a
+                       token first competes for the block, then chooses experts
+    integrated         no block is routed; the router of the experts also has no-op experts, where
+                       a token keeps its residual. Attention computes all tokens
+Settings are `config.model.depth_routing` as in configs/mod.py and `config.model.mlp.moe` as in
+configs/moe.py. Those of the integrated form:
+    num_noop           no-op experts; as many as experts make about half of the choices free
+    top_k, renormalise 1 and False: one choice, weighted by its probability, from which the router
+                       learns the cost of skipping
+    computed_fraction  fraction of the choices that are computed, for `config.train_flops`; routers
+                       need not choose evenly, so use the mean of `moe/computed_fraction` of a run
 
-What the paper leaves open: the number of experts and of no-op ones, top-k, the capacity of experts
-inside a routed block (here a fraction of the routed tokens, elsewhere of a sequence), losses, and
-the decision in generation (here as in configs/mod.py; token choice of experts is causal already).
-The paper finds that the integrated form does better than leaving tokens out by small capacity.
+The paper leaves open: the numbers of experts and no-ops, top_k, the capacity of experts (here a
+fraction of the routed tokens), the losses, and the decision in generation (configs/mod.py).
 
-Variants, to be combined with commas:
-    configs/mode.py:smoke         about a minute on a CPU
-    configs/mode.py:staged        the default, by name
-    configs/mode.py:integrated    no-op experts in place of routed blocks
-    configs/mode.py:moe           neither: the Mixture of Experts alone
+Variants:
+    smoke         about a minute on a CPU
+    staged        the default
+    integrated    no-op experts instead of routed blocks
 
-Hardware: 2 CPU cores.
+The default takes some minutes on 2 CPU cores. `configs/moe.py` has the experts alone.
 """
 
 from efx.configs import common
@@ -48,23 +37,18 @@ VARIANTS = {
         "model.mlp.moe.top_k": 1,
         "model.mlp.moe.renormalise": False,
     },
-    "moe": {"model.depth_routing.kind": "none"},
 }
 
 
 def get_config(arg=""):
     config = common.base()
-    common.apply(
-        config,
-        {
-            **common.STDLIB,
-            "model.depth": 4,
-            "model.depth_routing.kind": "mod",
-            "model.depth_routing.causal": "threshold",
-            "model.mlp.kind": "moe",
-            "model.mlp.moe.num_experts": 8,
-            "model.mlp.moe.top_k": 2,
-            "model.mlp.moe.expert_hidden": 176,
-        },
-    )
+    changes = {
+        "model.depth": 4,
+        "model.depth_routing.kind": "mod",
+        "model.mlp.kind": "moe",
+        "model.mlp.moe.num_experts": 8,
+        "model.mlp.moe.top_k": 2,
+        "model.mlp.moe.expert_hidden": 176,
+    }
+    common.apply(config, {**common.STDLIB, **changes})
     return common.variant(config, arg, **VARIANTS)

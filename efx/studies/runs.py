@@ -152,12 +152,13 @@ def start(run, cpus, processes):
         if cpus:
             os.sched_setaffinity(0, cpus)  # of this thread and the process it starts
         pathlib.Path(log).parent.mkdir(parents=True, exist_ok=True)
-        # Alone, a run would take three quarters of a GPU's memory.
+        # JAX would reserve three quarters of the GPU's memory for each run.
         environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         with open(log, "a") as file:
             status, where = processes.run(command, environment, file), log
         lines = [line for line in pathlib.Path(log).read_text().splitlines() if "finished" in line]
-        print(f"-- {run.name}: {' '.join(lines[-1:])}", flush=True)
+        if lines:
+            print(f"-- {run.name}: {lines[-1]}", flush=True)
     if status == NOT_FINITE:
         print(f"-- {run.name}: the last values are not finite; see {where}", flush=True)
     elif status:
@@ -183,7 +184,7 @@ class Processes:
 
     def __init__(self):
         self.stopped, self._running, self._handlers = False, set(), {}
-        # Its end closes with this process, even by SIGKILL, and the runs then stop.
+        # The system closes it when this process ends, even by SIGKILL; the runs then stop.
         self._pipe = os.pipe()
 
     def __enter__(self):

@@ -6,15 +6,18 @@ A sweep file is plain data: `get_sweep()` returns
 
     dict(config="configs/mod.py",                  # every run starts from it
          seeds=(0, 1, 2),
-         equal="flops",                            # or "tokens", or "": as many as the first run
+         equal="flops",                            # or "tokens", or "", see below
          runs={"name": {"model.depth": 8}, ...},   # changed settings; "config" is another file
          columns={"title": "metric", ...})         # of metrics.jsonl, or "first|second|..."
 
+With equal="flops" or "tokens", the first run trains before the others, and all get as many FLOPs or
+tokens as it used; with "" the settings decide. Every command line is checked before the first run.
 `--sweep FILE:PART` calls `get_sweep("PART")`. Runs are in WORKDIR/<name>-seed<n>. An interrupted
-sweep resumes, and finished runs are not repeated. Arguments after `--` go to every run. The table
-is WORKDIR/table.md; WORKDIR/table.csv has a row for each run.
+sweep resumes, and finished runs are not repeated. Arguments after `--` go to every run. The table,
+WORKDIR/table.md, compares each row with the first; WORKDIR/table.csv has a row for each run.
 """
 
+import math
 import sys
 
 import pandas as pd
@@ -58,6 +61,15 @@ def load_sweep(source):
     """Return the checked dict of a sweep file."""
     sweep = load_file("sweep", source, KEYS)
     check_seeds(f"--sweep={source}", sweep["seeds"])
+    runs, columns = sweep["runs"], sweep["columns"]
+    if (
+        not isinstance(runs, dict)
+        or not runs
+        or not all(isinstance(r, dict) for r in runs.values())
+    ):
+        raise UsageError(f"--sweep={source}: runs={runs!r}: expected {{name: {{setting: value}}}}")
+    if not isinstance(columns, dict) or not all(isinstance(c, str) for c in columns.values()):
+        raise UsageError(f"--sweep={source}: columns={columns!r}: expected {{title: metric}}")
     if sweep["equal"] not in ("flops", "tokens", ""):
         raise UsageError(f"--sweep={source}: equal={sweep['equal']!r}: use 'flops', 'tokens' or ''")
     return sweep
@@ -65,15 +77,16 @@ def load_sweep(source):
 
 def check_seeds(where, seeds):
     """Raise UsageError unless `seeds` are different whole numbers."""
-    if not seeds or len({*seeds}) < len(seeds) or any(type(seed) is not int for seed in seeds):
+    is_sequence = isinstance(seeds, (tuple, list)) and seeds
+    if not is_sequence or {type(s) for s in seeds} != {int} or len({*seeds}) < len(seeds):
         raise UsageError(f"{where}: seeds={seeds!r}: expected different whole numbers")
 
 
-def make_runs(sweep, workdir, extra=(), budget=None):
+def make_runs(sweep, workdir, extra=(), budget=()):
     """Return the Runs, all names of the first seed first.
 
     Args:
-      budget: {setting: value} of every run but the first name's: its FLOPs or tokens.
+      budget: further arguments of all runs but those of the first name, see `equal_budget`.
     """
     first = next(iter(sweep["runs"]))
     runs = []
@@ -81,7 +94,7 @@ def make_runs(sweep, workdir, extra=(), budget=None):
         for name, changes in sweep["runs"].items():
             changes = dict(changes)
             config = changes.pop("config", sweep["config"])
-            own = () if name == first else tuple(budget or ())
+            own = () if name == first else budget
             runs.append(runs_lib.training_run(workdir, name, seed, config, changes, (*extra, *own)))
     return runs
 
@@ -114,8 +127,7 @@ def table_of(results, sweep):
     first = next(iter(stats))
     for name, group in groups:
         cells = [_cell(title, group[title]) for title in per_run if title not in ("name", "seed")]
-        mean, low, high, _ = difference(stats[name], stats[first])
-        cells.insert(1, "" if name == first else f"{mean:.4f} ({low:.4f} to {high:.4f})")
+        cells.insert(1, "" if name == first else _difference_cell(stats[name], stats[first]))
         rows.append([name, *cells])
     titles = list(per_run)[2:]
     titles.insert(1, f"minus {first}")
@@ -123,16 +135,26 @@ def table_of(results, sweep):
 
 
 def _stats(values):
-    return values.mean(), values.std(), len(values)
+    values = values.astype(float)
+    return values.mean(skipna=False), values.std(), len(values)
+
+
+def _difference_cell(a, b):
+    mean, low, high, _ = difference(a, b)
+    if math.isnan(mean):  # a run diverged
+        return ""
+    return f"{mean:.4f}" + ("" if math.isnan(low) else f" ({low:.4f} to {high:.4f})")
 
 
 def _cell(title, values):
-    if values.isna().all():
-        return ""
+    finite = values.dropna()
+    if finite.empty:  # no run logs this metric, or all diverged
+        return "not finite" if title == LOSS else ""
     if title in QUANTITIES:
-        return quantity(values.mean(), QUANTITIES[title])
-    spread = f" ± {values.std():.4f}" if len(values) > 1 else ""
-    return f"{values.mean():.4f}{spread}"
+        return quantity(finite.mean(), QUANTITIES[title])
+    spread = f" ± {finite.std():.4f}" if len(finite) > 1 else ""
+    diverged = len(values) - len(finite)
+    return f"{finite.mean():.4f}{spread}" + (f" ({diverged} not finite)" if diverged else "")
 
 
 def study(arguments):
@@ -145,7 +167,7 @@ def study(arguments):
         first = runs[0]
         if not arguments.print_commands and not arguments.table_only:
             runs_lib.run_all([first])
-        if not runs_lib.is_finished(first):
+        if arguments.print_commands and not runs_lib.is_finished(first):
             print(first.command())
             print("# the others get as many FLOPs or tokens: rerun when this run has finished")
             return

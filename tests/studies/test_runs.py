@@ -72,6 +72,41 @@ def test_equal_tokens_are_steps_of_each_batch(tmp_path, monkeypatch):
     assert second.config().steps == 40 and first.config().steps != 40
 
 
+@pytest.mark.parametrize("key, value", [
+    ("seeds", 3), ("seeds", (0, 0)), ("equal", "steps"), ("runs", {}), ("runs", {"a": None}),
+    ("columns", ["eval/loss"]), ("column", {}),
+])  # fmt: skip
+def test_malformed_sweep_files_are_refused(key, value, tmp_path, capsys):
+    path = tmp_path / "sweep.py"
+    spec = dict(config="mod:smoke", seeds=(0,), equal="", runs={"a": {}}, columns={})
+    path.write_text(f"def get_sweep():\n    return {spec | {key: value}!r}\n")
+    assert sweep.main([f"--sweep={path}", f"--workdir={tmp_path}/w"]) == 2
+    error_line(capsys, str(path), key)
+
+
+def test_a_table_shows_diverged_seeds():
+    """They are no part of a mean without notice, and there is no difference to them."""
+    losses = {"a": (1.0, 2.0), "b": (3.0, None), "c": (None, None)}
+    rows = [
+        {"name": name, "seed": seed, "eval/loss": loss, "x": 1.0}
+        for name, values in losses.items()
+        for seed, loss in enumerate(values)
+    ]
+    _, text = sweep.table_of(pd.DataFrame(rows), {"columns": {}})
+    cells = {row.split(" | ")[0]: row.split(" | ")[1:] for row in text.splitlines()}
+    assert cells["| a"][0].startswith("1.5000 ± 0.7071")
+    assert "1 not finite" in cells["| b"][0] and cells["| b"][1].strip(" |") == ""
+    assert cells["| c"][0] == "not finite"
+
+
+def test_table_only_trains_nothing(tmp_path, capsys, started):
+    path = tmp_path / "sweep.py"
+    path.write_text(SWEEP.replace("STEPS", "3"))
+    assert sweep.main([f"--sweep={path}", f"--workdir={tmp_path}/w", "--table-only"]) == 2
+    error_line(capsys, "'MoD, seed 0'")
+    assert not started
+
+
 @pytest.mark.parametrize("runs, name", [
     ({"lr +1": {}, "lr -1": {}}, "lr -1"),  # one directory for both
     ({"a": {}, "b": {"model.depht": 2}}, "config.model.depht"),
