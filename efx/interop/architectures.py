@@ -432,7 +432,7 @@ def params_to_hf(params, model, model_type):
             parts = [np.concatenate(parts, axis=-1).reshape(*lead, -1)]
         arrays[name] = parts[0].T if transposed else parts[0]
     for path in flat:
-        raise UsageError(f"{row.name} has no parameter {path}; export a model without it")
+        raise UsageError(f"config.model.family='decoder': {row.name} has no parameter {path}")
     return arrays
 
 

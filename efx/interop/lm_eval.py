@@ -285,6 +285,7 @@ def main(argv=None):
         rest.remove(argument)
     command = ["lm_eval", "run", "--model=efx", f"--model_args={json.dumps(model)}"]
     command += [f"--output_path={given.workdir}/lm_eval/results.json", "--batch_size=8", *rest]
+    os.environ.setdefault("LMEVAL_LOG_LEVEL", "ERROR")
     try:
         # lm-eval and its tables fork processes, which may hang with the threads of JAX.
         with (

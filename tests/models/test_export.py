@@ -33,7 +33,7 @@ from test_interop import transformers  # noqa: F401
 from efx.config.load import config_of_run
 from efx.data import bpe
 from efx.data.tokenizers import ByteTokenizer, CharTokenizer
-from efx.interop import export_run, hf, own_format, weights
+from efx.interop import export_run, hf, import_run, own_format, weights
 
 pytestmark = pytest.mark.usefixtures("one_device")
 T = families.LENGTH
@@ -257,7 +257,7 @@ def test_a_dense_run_is_a_model_of_transformers(imported, folder, tmp_path, load
     assert run("--mode=export", "--workdir", imported, "--to", path) == 0
     theirs = load(path, trust_remote_code=False)
     assert type(theirs).__name__ == "LlamaForCausalLM"
-    first, written = weights.Weights(folder), load_file(path / weights.SINGLE)
+    first, written = import_run.Tensors(folder), load_file(path / weights.SINGLE)
     assert written.keys() == first.keys()
     for name, array in written.items():
         expected = np.asarray(first[name]).astype(np.float32)
