@@ -179,11 +179,10 @@ def study(arguments):
     results = runs_lib.results(runs)
     runs_lib.check_comparable(results)
     per_run, text = table_of(results, sweep)
-    seeds = ", ".join(map(str, sweep["seeds"]))
-    text += (
-        f"\n\n`{sweep['config']}`; seeds {seeds}: mean ± standard deviation; differences with "
-        f"unpaired 95% intervals. Command: `{arguments.command}`\n"
-    )
+    text += f"\n\n`{sweep['config']}`, seeds {', '.join(map(str, sweep['seeds']))}. "
+    if len(sweep["seeds"]) > 1:
+        text += "Mean ± standard deviation; differences with unpaired 95% intervals. "
+    text += f"Command: `{arguments.command}`\n"
     folder = io.folder(workdir)
     per_run.to_csv(folder / "table.csv", index=False)
     io.write_atomic(folder / "table.md", text)
