@@ -178,6 +178,8 @@ def test_settings_that_do_not_decide_the_result_do_not_matter(here):
 
 @pytest.mark.parametrize("change, name", [
     ({"budgets": ()}, "budgets"),
+    ({"budgets": 5e11}, "budgets"),
+    ({"seeds": 3}, "seeds=3"),
     ({"sizes": {"1": {}, "2": {}}}, "sizes"),
     ({"against": ("x",)}, "against"),
     ({"seeds": (0, 0)}, "seeds"),
