@@ -424,7 +424,7 @@ def draw(points, fits, path):
     plot.set_ylabels("held-out loss (nats)")
     for budget, axes in plot.axes_dict.items():
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 3)))
         axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
         axes.xaxis.set_minor_formatter(ticker.NullFormatter())
         axes.set_title(quantity(budget, "FLOPs"))
