@@ -80,12 +80,23 @@ def load_grid(source):
     where = f"--grid={source}"
     grid = OPTIONAL | load_file("grid", source, KEYS, OPTIONAL)
     seeds, sizes, rates = grid["seeds"], grid["sizes"], grid["learning_rates"]
+    kinds = {"families": dict, "sizes": dict, "budgets": (tuple, list), "against": (tuple, list)}
+    kinds |= {"learning_rates": (tuple, list, dict)}
+    if not callable(seeds):
+        kinds["seeds"] = tuple, list
+    for key, kind in kinds.items():
+        if not isinstance(grid[key], kind):
+            raise UsageError(
+                f"{where}: {key}={grid[key]!r}: expected a {'dict' if kind is dict else 'tuple'}"
+            )
     if not callable(seeds):
         check_seeds(where, seeds)
         grid["seeds"] = lambda family, size, budget: seeds
     if len(sizes) < scaling.MIN_SIZES:
         raise UsageError(f"{where}: {len(sizes)} sizes; a parabola needs three or more")
-    if not grid["budgets"] or not all(budget > 0 for budget in grid["budgets"]):
+    if not grid["budgets"] or not all(
+        isinstance(b, (int, float)) and b > 0 for b in grid["budgets"]
+    ):
         raise UsageError(f"{where}: budgets={grid['budgets']!r}: expected training FLOPs")
     for family in {*grid["against"]} - grid["families"].keys():
         raise UsageError(f"{where}: against={family!r}: is not a family")
@@ -102,6 +113,14 @@ def load_grid(source):
             "again, as the best of several runs flatters its seed"
         )
     return grid
+
+
+def check_extra(grid, extra):
+    """Raise UsageError for an argument that would contradict the budgets or rates of the points."""
+    fixed = ["steps", "train_flops", *([RATE] if grid["learning_rates"] else [])]
+    for argument in extra:
+        if argument.partition("=")[0].removeprefix("--config.") in fixed:
+            raise UsageError(f"{argument}: the grid sets this for each run; leave it out")
 
 
 def _at(size, value):
@@ -393,15 +412,21 @@ def _cells(table, name, form):
 def draw(points, fits, path):
     """Draw loss over parameters, one panel a budget, with the fitted parabolas."""
     import seaborn as sns
+    from matplotlib import ticker
 
-    families = points.family.unique()
-    colours = dict(zip(families, sns.color_palette("husl", len(families)), strict=True))
+    families, budgets = points.family.unique(), points.budget.nunique()
+    palette = sns.color_palette("tab10" if len(families) <= 10 else "husl", len(families))
+    colours = dict(zip(families, palette, strict=True))
     plot = sns.relplot(
         points, x="parameters", y="loss", hue="family", palette=colours, col="budget",
-        col_wrap=3, facet_kws={"sharey": False}, height=3.5,
+        col_wrap=min(3, budgets), facet_kws={"sharey": False}, height=3.5,
     )  # fmt: skip
+    plot.set_ylabels("held-out loss (nats)")
     for budget, axes in plot.axes_dict.items():
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 3)))
+        axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
+        axes.xaxis.set_minor_formatter(ticker.NullFormatter())
         axes.set_title(quantity(budget, "FLOPs"))
         for (family, method), fit in fits.items():
             rows = fit.means[fit.means.budget == budget]
@@ -416,6 +441,7 @@ def draw(points, fits, path):
 def study(arguments):
     """Make the runs, then the fits; or print the commands."""
     grid, extra, workdir = load_grid(arguments.grid), arguments.extra, arguments.workdir
+    check_extra(grid, extra)
     points = Points(arguments.points)
     selecting = rate_runs(grid, workdir, extra)
     runs_lib.check([*selecting, *final_runs(grid, workdir, extra, {})], extra)

@@ -114,15 +114,15 @@ def test_intervals_from_five_points_cover_the_true_loss():
 
 
 def test_a_fit_without_misfit_to_look_at_has_no_interval():
-    """Three points determine a parabola: nothing is known about its error."""
+    """Three points determine a parabola and five a law: nothing is known about the error."""
     rng = np.random.default_rng(3)
     points = [points_of(LAW, name, 0.001, rng=rng, sizes=SIZES[3:]) for name in ("a", "b")]
-    points = pd.concat(points).query("budget == 1e12")
-    optima, differences, _ = analyse(points, against=("b",))
-    rows = optima[optima.method == "parabola"]
-    assert len(rows) == 2 and rows.loss.notna().all() and rows.loss_low.isna().all()
-    rows = differences[differences.method == "parabola"]
+    optima, differences, _ = analyse(pd.concat(points), against=("b",))
+    rows = optima[(optima.method != "measured") & (optima.budget == 1e12)]
+    assert len(rows) == 4 and rows.loss.notna().all() and rows.loss_low.isna().all()
+    rows = differences[(differences.method != "measured") & (differences.budget == 1e12)]
     assert rows.difference.notna().all() and rows[["low", "equivalence_p"]].isna().all(axis=None)
+    assert np.isnan(scaling.equivalence_p(np.array([0.1, np.nan, np.nan])))  # few have an optimum
 
 
 def test_the_first_family_of_the_grid_is_the_baseline():
@@ -178,6 +178,8 @@ def test_settings_that_do_not_decide_the_result_do_not_matter(here):
 
 @pytest.mark.parametrize("change, name", [
     ({"budgets": ()}, "budgets"),
+    ({"budgets": 5e11}, "budgets"),
+    ({"seeds": 3}, "seeds=3"),
     ({"sizes": {"1": {}, "2": {}}}, "sizes"),
     ({"against": ("x",)}, "against"),
     ({"seeds": (0, 0)}, "seeds"),

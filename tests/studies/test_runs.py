@@ -140,6 +140,7 @@ MOD_TABLE, GRID = "--sweep=configs/sweeps/mod_table.py", "--grid=configs/sweeps/
     (sweep, [MOD_TABLE], "--config.seed=3", "--config.seed=3"),
     (sweep, ["--sweep=nowhere.py"], "--config.steps=3", "nowhere.py"),
     (isoflop, [GRID], "--config.stps=3", "steps"),
+    (isoflop, [GRID], "--config.train_flops=1e9", "--config.train_flops"),
     (isoflop, [GRID, "--jobs=0"], "--config.steps=3", "--jobs=0"),
 ])  # fmt: skip
 def test_bad_arguments_of_studies_are_refused(study, arguments, extra, name, tmp_path, capsys,
