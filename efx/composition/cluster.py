@@ -9,7 +9,6 @@ documents, `config.cluster` and `config.seed`.
 
 import jax
 import numpy as np
-from sklearn.metrics.cluster import contingency_matrix
 
 from efx import io, run_dir
 from efx.composition import CLUSTERS, documents_file
@@ -95,6 +94,8 @@ def table(documents, clustering, labels):
 
 def purity(components, labels):
     """Return the fraction of documents that are of their cluster's most frequent component."""
+    from sklearn.metrics.cluster import contingency_matrix
+
     return contingency_matrix(components, labels).max(axis=0).sum() / len(labels)
 
 

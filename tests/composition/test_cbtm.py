@@ -255,9 +255,9 @@ def test_experts_that_do_not_belong_together_are_refused(copy, capsys):
     CharTokenizer("ab").save(copy / "expert_1/tokenizer.json")
     refuse("expert 1 of 2", "vocabulary")
     (copy / "expert_1/tokenizer.json").write_bytes(tokenizer)
-    other = {"run": "other_seed", "step": 2, "parameters": "another hash"}
+    other = {"run": "other_seed", "step": 12, "parameters": "another hash"}
     record(1, origin=other)
-    refuse("expert 1 of 2", "other_seed at step 2")
+    refuse("expert 1 of 2", "other_seed at step 12")
     record(0, origin=other)  # experts of one seed model, and another one beside them
     refuse(str(copy / "seed"))
     shutil.rmtree(copy / "seed")
