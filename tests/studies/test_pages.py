@@ -31,18 +31,18 @@ def a_pass(name):
 
 def test_the_map_agrees_with_the_statistics_of_evaluation():
     made, stats = a_pass("mod")
-    for name, computed_T in made.of("computed").items():
+    for name, computed_T in made.values("computed").items():
         decided, overflow = (
             float(stats[f"router/{kind}_fraction/{name}"]) for kind in ("decided", "overflow")
         )
         np.testing.assert_allclose(computed_T.mean(), decided - overflow, atol=1e-6)
         assert 0 < computed_T.mean() < 1
-    assert set(made.of("score")) == set(made.of("computed"))
+    assert set(made.values("score")) == set(made.values("computed"))
 
 
 @pytest.mark.parametrize("name, quantity", [("moe", "experts"), ("dropout_attention", "kept")])
 def test_the_map_has_rows_of_other_decisions(name, quantity):
-    rows = a_pass(name)[0].of(quantity)
+    rows = a_pass(name)[0].values(quantity)
     assert rows and all(np.nanmax(values_T) > 0 for values_T in rows.values())
 
 
