@@ -5,10 +5,10 @@
 For each routed block of runs with depth routing (several runs are seeds of one config):
 
 - selected_fraction: how many of the tokens the block computes, by the causal decision;
-- position, token, previous_token, bigram, frequency, entropy, loss: the fraction of the entropy of the
-  selection that the feature explains, 1 - (log loss of its prediction) / (log loss of the base
-  rate). 1: it determines the selection; 0: it explains nothing. Entropy and loss are those of the model's own
-  prediction at the token. `all` is gradient boosting of all features;
+- position, token, previous_token, bigram, frequency, entropy, loss: the fraction of the entropy of
+  the selection that the feature explains, 1 - (log loss of its prediction) / (log loss of the base
+  rate). 1: it determines the selection; 0: it explains nothing. Entropy and loss are those of the
+  model's own prediction at the token. `all` is gradient boosting of all features;
 - entropy_beyond_bigram, loss_beyond_bigram: what they add to the bigram;
 - score_*: the same for the router's score, as R^2;
 - entropy_correlation: Spearman's, of the selection with the entropy.
@@ -119,7 +119,7 @@ def with_bins(tokens):
 
 
 def explained(tokens, y, columns, is_choice):
-    """Return the fraction of y's entropy, or of its variance, that the columns explain out of sample.
+    """Return the fraction of y's entropy or variance that the columns explain on the other half.
 
     Args:
       y: [N] 0 and 1 (is_choice) or numbers. columns: categories.
@@ -134,12 +134,14 @@ def explained(tokens, y, columns, is_choice):
     loss = base = 0.0
     for part in (0, 1):
         fit, score = half != part, half == part
-        kind = "binary" if is_choice else "continuous"
-        encoder = TargetEncoder(target_type=kind, cv=KFold(5, shuffle=True, random_state=0))
+        # "binary" would encode a half of ones as zeros.
+        encoder = TargetEncoder(target_type="continuous", cv=KFold(5, shuffle=True, random_state=0))
         fitted = encoder.fit_transform(tokens.loc[fit, columns].to_numpy(), y[fit])
         encoded = encoder.transform(tokens.loc[score, columns].to_numpy())
         if len(columns) == 1:
             predicted = encoded[:, 0]
+        elif y[fit].std() == 0:
+            predicted = np.full(score.sum(), y[fit].mean())
         elif is_choice:
             model = HistGradientBoostingClassifier(random_state=0).fit(fitted, y[fit])
             predicted = model.predict_proba(encoded)[:, 1]

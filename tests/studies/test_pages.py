@@ -85,6 +85,11 @@ def test_a_map_in_a_browser(run, tmp_path, capsys):
         assert "token 1, id" in browser.execute_script("return find('aside').textContent")
 
 
+def test_a_map_of_less_than_one_token_is_refused(run, tmp_path, capsys):
+    assert routing_map.main([run, "--tokens=-5", "--out", str(tmp_path / "map.html")]) == 2
+    error_line(capsys, "--tokens")
+
+
 def test_a_run_without_decisions_has_no_map(root, tmp_path, capsys, one_device):
     settings = ("steps=1", "data.max_bytes=100000", "model.depth=1")
     dense = train(root, str(tmp_path / "dense"), "mod.py:smoke,dense", *settings)
@@ -117,18 +122,20 @@ def made_up_runs(folder):
 
 def test_a_report_in_a_browser(tmp_path):
     paths, out = made_up_runs(tmp_path), tmp_path / "report.html"
+    config = {"data": {"tokenizer": "bytes"}, "model": {"depth": 2}, "seed": 1}
+    paths.append(str(logged_run(tmp_path / "not evaluated", config, [(1, {"train/loss": 2.0})])))
     assert report.main([*paths, "--out", str(out)]) == 0
     with chromium() as browser:
         browser.get(f"file://{out}")
         assert messages(browser) == []
         lines = "[...document.querySelectorAll('#runs tbody tr')]"
         names = f"return {lines}.map((line) => line.cells[0].textContent)"
-        assert browser.execute_script(names) == ["<a>", "b"]
+        assert browser.execute_script(names) == ["<a>", "b", "not evaluated"]
         headings = "[...document.querySelectorAll('#runs th')]"
         for _ in range(2):
             is_loss = "(heading) => heading.textContent == 'held-out loss'"
             browser.execute_script(f"{headings}.find({is_loss}).click()")
-        assert browser.execute_script(names) == ["b", "<a>"]
+        assert browser.execute_script(names) == ["b", "<a>", "not evaluated"]
         figures = "return document.querySelectorAll('.js-plotly-plot').length"
         assert browser.execute_script(figures) == 2
     assert "model.depth=4" in out.read_text()
