@@ -80,8 +80,8 @@ def page(paths):
         cells = [cell(run["run"]), cell(run.settings)]
         for name in columns:
             value = last[name][run["run"]]
-            is_count = name in ("tokens", "flops", "parameters")
-            text = quantity(value) if is_count else f"{value:.6g}"
+            unit = {"tokens": "", "parameters": "", "flops": "FLOPs"}.get(name)
+            text = f"{value:.5g}" if unit is None else quantity(value, unit)
             cells.append(cell(value, "–" if value != value else text))
         rows.append(f"<tr>{''.join(cells)}</tr>")
         found = sorted((pathlib.Path(run.path) / "samples").glob("step_*.txt"))
