@@ -48,13 +48,15 @@ def read_runs(paths):
 
 
 def _names(paths):
-    """Return the directories' names, with as many of their parents as tell them apart."""
+    """Return the directories' names, with as many of their parents as make them unique."""
     parts = [pathlib.Path(path).resolve().parts for path in paths]
+    for i, path in enumerate(paths):
+        if parts[i] in parts[:i]:
+            raise UsageError(f"{path}: this run is listed twice; leave one out")
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(path[-count:]) for path in parts]
         if len({*names}) == len(names):
             return names
-    raise UsageError(f"{paths[0]}: one run is given twice")
 
 
 def warnings(runs, column="eval/loss"):
@@ -63,5 +65,5 @@ def warnings(runs, column="eval/loss"):
     if runs.tokenizer.nunique() > 1 and column != "eval/bits_per_byte":
         lines.append(f"Different tokenizers: compare eval/bits_per_byte, not {column}.")
     if runs.text.nunique() > 1:
-        lines.append("Different training or held-out texts: levels do not compare.")
+        lines.append("Different training or held-out texts: do not compare the losses.")
     return lines

@@ -20,9 +20,10 @@ def plot(arguments):
 
     out = cli.output_file(arguments.out, ".png", ".pdf", ".svg")
     table, runs = metrics.read_runs(arguments.runs)
+    columns = list(table.select_dtypes("number"))
     for name in (arguments.x, arguments.y):
-        if name not in table:
-            raise UsageError(f"{name}: no run logs this column{nearest(name, list(table))}")
+        if name not in columns:
+            raise UsageError(f"{name}: no run logs this column{nearest(name, columns)}")
     table = table.dropna(subset=[arguments.x, arguments.y])
     if arguments.smooth > 1:
         means = table.groupby("run")[arguments.y].rolling(arguments.smooth, min_periods=1).mean()

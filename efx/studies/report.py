@@ -47,8 +47,11 @@ def figure_of(table, column):
     ]
     menu = {"buttons": buttons, "x": 0, "xanchor": "left", "y": 1.15, "yanchor": "top"}
     figure.update_layout(updatemenus=[menu], height=430, margin={"t": 60, "b": 40})
-    figure.update_xaxes(title_text=axes[0])
-    figure.update_yaxes(title_text=CURVES[column])
+    # Legible on a light and on a dark page.
+    clear, grey = "rgba(0, 0, 0, 0)", "#808080"
+    figure.update_layout(paper_bgcolor=clear, plot_bgcolor=clear, font_color=grey)
+    for update, title in ((figure.update_xaxes, axes[0]), (figure.update_yaxes, CURVES[column])):
+        update(title_text=title, gridcolor="rgba(128, 128, 128, 0.3)", zeroline=False)
     return figure
 
 
@@ -77,8 +80,9 @@ def page(paths):
         cells = [cell(run["run"]), cell(run.settings)]
         for name in columns:
             value = last[name][run["run"]]
-            is_count = name in ("tokens", "flops", "parameters")
-            cells.append(cell(value, quantity(value) if is_count else f"{value:.6g}"))
+            unit = {"tokens": "", "parameters": "", "flops": "FLOPs"}.get(name)
+            text = f"{value:.5g}" if unit is None else quantity(value, unit)
+            cells.append(cell(value, "–" if value != value else text))
         rows.append(f"<tr>{''.join(cells)}</tr>")
         found = sorted((pathlib.Path(run.path) / "samples").glob("step_*.txt"))
         if found:
@@ -90,7 +94,7 @@ def page(paths):
     parts = {
         "title": f"{len(runs)} runs" if len(runs) > 1 else html.escape(runs["run"][0]),
         "warnings": "\n".join(lines),
-        "headings": "".join(f"<th>{title}</th>" for title in headings),
+        "headings": "".join(f"<th><button>{title}</button></th>" for title in headings),
         "rows": "\n".join(rows),
         "samples": "\n".join(samples) or "<p>none</p>",
         "figures": "\n".join(figures),  # last: its script may contain the names of parts

@@ -5,10 +5,10 @@
 For each routed block of runs with depth routing (several runs are seeds of one config):
 
 - selected_fraction: how many of the tokens the block computes, by the causal decision;
-- position, token, previous_token, bigram, frequency, entropy, loss: the share of the entropy of the
-  selection that the feature explains, 1 - (log loss of its prediction) / (log loss of the base
-  rate). 1: it decides alone; 0: it says nothing. Entropy and loss are those of the model's own
-  prediction at the token. `all` is gradient boosting of all features;
+- position, token, previous_token, bigram, frequency, entropy, loss: the fraction of the entropy of
+  the selection that the feature explains, 1 - (log loss of its prediction) / (log loss of the base
+  rate). 1: it determines the selection; 0: it explains nothing. Entropy and loss are those of the
+  model's own prediction at the token. `all` is gradient boosting of all features;
 - entropy_beyond_bigram, loss_beyond_bigram: what they add to the bigram;
 - score_*: the same for the router's score, as R^2;
 - entropy_correlation: Spearman's, of the selection with the entropy.
@@ -19,6 +19,7 @@ probed. --out gets probe.csv (a row for each run and block), probe.md and probe.
 """
 
 import pathlib
+import re
 import sys
 
 import numpy as np
@@ -34,6 +35,7 @@ from efx.studies.metrics import read_runs
 from efx.train import setup
 from efx.train.step import evaluation_keys
 
+MIN_TOKENS = 1000
 BINS = 32  # of equally many tokens, for numeric features
 FEATURES = {
     "position": ["position"],
@@ -64,21 +66,21 @@ def measure(workdir, num_tokens, step=None):
     for index, batch in enumerate(built.data.eval_batches(size, -(-num_tokens // (length * size)))):
         for b in range(len(batch["inputs"])):
             ids, scored_T = batch["inputs"][b], batch["weights"][b] > 0
-            places = {
+            packing = {
                 f"{name}_BT": batch[name][b][None]
                 for name in ("positions", "segment_ids")
                 if name in batch
             }
-            log_p_TV, decisions = predict(ids, evaluation_keys(config.seed, index), **places)
+            log_p_TV, decisions = predict(ids, evaluation_keys(config.seed, index), **packing)
             following = batch["targets"][b, -1]
-            made = token_choices.map_of(built.model, log_p_TV, decisions, ids, following)
+            made = token_choices.map_of_pass(built.model, log_p_TV, decisions, ids, following)
             position_T = batch["positions"][b] if "positions" in batch else np.arange(length)
             row = {"row": index * size + b, "position": position_T, "token": ids}
             row |= {"previous": np.where(position_T > 0, np.roll(ids, 1), -1)}
             row |= {"frequency": bits_V[ids], "entropy": made.entropy_T, "loss": made.loss_T}
             tokens.append(pd.DataFrame(row)[scored_T])
-            scores = made.of("score")
-            for name, computed_T in made.of("computed").items():
+            scores = made.values("score")
+            for name, computed_T in made.values("computed").items():
                 parts = blocks.setdefault(name, ([], []))
                 parts[0].append(computed_T[scored_T])
                 if name in scores:
@@ -117,7 +119,7 @@ def with_bins(tokens):
 
 
 def explained(tokens, y, columns, is_choice):
-    """Return the share of y's entropy, or of its variance, that the columns explain out of sample.
+    """Return the fraction of y's entropy or variance that the columns explain on the other half.
 
     Args:
       y: [N] 0 and 1 (is_choice) or numbers. columns: categories.
@@ -132,12 +134,14 @@ def explained(tokens, y, columns, is_choice):
     loss = base = 0.0
     for part in (0, 1):
         fit, score = half != part, half == part
-        kind = "binary" if is_choice else "continuous"
-        encoder = TargetEncoder(target_type=kind, cv=KFold(5, shuffle=True, random_state=0))
+        # "binary" would encode a half of ones as zeros.
+        encoder = TargetEncoder(target_type="continuous", cv=KFold(5, shuffle=True, random_state=0))
         fitted = encoder.fit_transform(tokens.loc[fit, columns].to_numpy(), y[fit])
         encoded = encoder.transform(tokens.loc[score, columns].to_numpy())
         if len(columns) == 1:
             predicted = encoded[:, 0]
+        elif y[fit].std() == 0:
+            predicted = np.full(score.sum(), y[fit].mean())
         elif is_choice:
             model = HistGradientBoostingClassifier(random_state=0).fit(fitted, y[fit])
             predicted = model.predict_proba(encoded)[:, 1]
@@ -186,11 +190,11 @@ def probe(tokens, computed_N, score_N=None):
 
 
 def draw(table, path):
-    """Draw the explained shares of the selection, one group of bars a block."""
+    """Draw the fraction of the selection that each feature explains, for each block."""
     import seaborn as sns
 
-    long = table.melt(["run", "block"], [*FEATURES, "all"], "feature", "explained share")
-    plot = sns.catplot(long, x="feature", y="explained share", hue="block", kind="bar",
+    long = table.melt(["run", "block"], [*FEATURES, "all"], "feature", "explained fraction")
+    plot = sns.catplot(long, x="feature", y="explained fraction", hue="block", kind="bar",
                        errorbar="sd", height=4, aspect=2)  # fmt: skip
     plot.savefig(path, dpi=110)
 
@@ -200,20 +204,27 @@ def study(arguments):
         import sklearn  # noqa: F401
     except ImportError:
         raise UsageError(f"the probe needs {extra('studies')}") from None
+    if arguments.tokens < MIN_TOKENS:
+        raise UsageError(f"--tokens={arguments.tokens}: must be at least {MIN_TOKENS}")
+    folder = io.local_path(arguments.out, "--out")
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--out={folder}: is a file; use a directory")
     _, runs = read_runs(arguments.runs)
-    settings = [setting for text in runs.settings for setting in text.split(", ") if setting]
-    for name in {setting.partition("=")[0] for setting in settings} - {"seed", "init.run"}:
+    differing = {name for text in runs.settings for name in re.findall(r"(?:^|, )([\w.]+)=", text)}
+    for name in sorted(differing - {"seed", "init.run"}):
         raise UsageError(f"--workdir: the runs differ in config.{name}; use seeds of one config")
     rows = []
     for workdir in arguments.runs:
         tokens, blocks = measure(workdir, arguments.tokens, arguments.step)
-        if len(tokens) < 1000:
-            raise UsageError(f"--tokens: {len(tokens)} held-out tokens; use 1000 or more")
+        if len(tokens) < MIN_TOKENS:
+            raise UsageError(
+                f"--workdir={workdir}: {len(tokens)} held-out tokens; use {MIN_TOKENS}"
+            )
         for block, (computed_N, score_N) in blocks.items():
             row = {"run": pathlib.Path(workdir).name, "block": block}
             row |= {"seed": run_dir.recorded_setting(workdir, "seed")}
             rows.append(row | probe(tokens, computed_N, score_N))
-    table, folder = pd.DataFrame(rows), io.folder(arguments.out)
+    table = pd.DataFrame(rows)
     folder.mkdir(parents=True, exist_ok=True)
     table.round(4).to_csv(folder / "probe.csv", index=False)
     draw(table, folder / "probe.png")

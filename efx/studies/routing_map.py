@@ -41,11 +41,12 @@ def map_of_run(workdir, text=None, tokens=512, step=None):
     splits = ("eval",) if text is None else ()
     built, step, params, variables = setup.finished(config, workdir, step, splits)
     if text is None:
-        ids, following = _held_out(built.data, min(tokens, built.model.context))
+        ids, following = _held_out(built.data, max(0, min(tokens, built.model.context)))
     else:
         ids, following = [*built.tokenizer.start, *built.tokenizer.encode(text).tolist()], None
     if not 1 <= len(ids) <= built.model.context:
-        raise UsageError(f"--text: {len(ids)} tokens; use 1 to {built.model.context}")
+        flag = "--tokens" if text is None else "--text"
+        raise UsageError(f"{flag}: {len(ids)} tokens; use 1 to {built.model.context}")
     variables = sharding.gather({"params": params, **variables})
     keys = evaluation_keys(config.seed, 0)
     made = token_choices.token_map(built.model, variables, ids, keys, following)
@@ -68,19 +69,14 @@ def rows_of_page(made):
     rows = []
 
     def add(name, quantity, kind, meaning, values_T):
-        values = [None if math.isnan(x) else float(f"{x:.4g}") for x in values_T]
+        values = [float(f"{x:.4g}") if math.isfinite(x) else None for x in values_T]
         rows.append({"name": name, "quantity": quantity, "kind": kind, "meaning": meaning}
                     | {"values": values})  # fmt: skip
 
-    if computed := made.of("computed"):
+    if computed := made.values("computed"):
         depth_T = np.nansum(list(computed.values()), axis=0)
-        add(
-            "all routed blocks",
-            "computed",
-            "count",
-            "number of blocks that compute the token",
-            depth_T,
-        )
+        meaning = "number of routed blocks that compute the token"
+        add("all routed blocks", "computed", "count", meaning, depth_T)
     add("model", "entropy", "number", "entropy of the next token, in nats", made.entropy_T)
     add("model", "loss", "number", "loss of the next token, in nats", made.loss_T)
     for row in made.rows:
@@ -114,7 +110,10 @@ def study(arguments):
     text, table = page(arguments.run, arguments.text, arguments.tokens, arguments.step)
     io.write_atomic(out, text)
     table.to_csv(out.with_suffix(".csv"), index=False, errors="backslashreplace")
-    print(table.mean(numeric_only=True).to_string(float_format="{:.3f}".format))
+    classes = [name for name in table if name.endswith(" top_expert")]
+    print(
+        table.drop(columns=classes).mean(numeric_only=True).to_string(float_format="{:.3f}".format)
+    )
     print(f"written: {out}, {out.with_suffix('.csv')}")
 
 

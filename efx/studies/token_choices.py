@@ -24,14 +24,16 @@ QUANTITIES = {
     "kept": ("fraction", "fraction of the token's entries that the mask keeps"),
     "experts": ("count", "number of experts that compute the token"),
     "gate": ("number", "factor on the block's output for the token"),
-    "expert": ("class", "the expert of the largest weight"),
-    "heaviest": ("fraction", "weight of that expert"),
-    "noop": ("count", "number of choices that compute nothing"),
-    "full": ("count", "number of chosen experts that were over capacity"),
-    "score": ("number", "router score, which the causal decision compares with 0"),
+    "top_expert": ("class", "the expert of the largest weight"),
+    "top_weight": ("fraction", "weight of that expert"),
+    "noop": ("count", "number of selected experts that compute nothing"),
+    "overflow": ("count", "number of selected experts that dropped the token, over capacity"),
+    "score": ("number", "router score; the causal decision selects the token if it is above 0"),
     "selected": ("flag", "whether the decision selects the token, before the capacity limit"),
     "mask": ("fraction", "mean factor of the mask on the token"),
 }
+# {name of a sown choice: its quantity, if the name differs}
+QUANTITY_OF_CHOICE = {"routed": "computed", "full": "overflow"}
 
 
 class Row(NamedTuple):
@@ -60,7 +62,7 @@ class TokenMap(NamedTuple):
     entropy_T: np.ndarray
     loss_T: np.ndarray
 
-    def of(self, quantity):
+    def values(self, quantity):
         """Return {name: values} of the rows of one quantity."""
         return {row.name: row.values_T for row in self.rows if row.quantity == quantity}
 
@@ -75,10 +77,10 @@ def token_map(model, variables, ids, keys=None, next_id=None):
 
     Raises: UsageError if the model makes no decision per token.
     """
-    return map_of(model, *Predictor(model, variables)(ids, keys), ids, next_id)
+    return map_of_pass(model, *Predictor(model, variables)(ids, keys), ids, next_id)
 
 
-def map_of(model, log_p_TV, decisions, ids, next_id=None):
+def map_of_pass(model, log_p_TV, decisions, ids, next_id=None):
     """Return the TokenMap of a pass of a `Predictor`."""
     rows = rows_of(model, decisions, len(ids))
     if not rows:
@@ -120,23 +122,23 @@ class Predictor:
             return next_fun(*args, **kwargs)
 
         @jax.jit
-        def run(variables, ids_BT, keys, places):
+        def run(variables, ids_BT, keys, packing):
             with nn.intercept_methods(count):
                 logits_BTV, state = model.apply(
-                    variables, ids_BT, rngs=keys, mutable=[CHOICES], **places
+                    variables, ids_BT, rngs=keys, mutable=[CHOICES], **packing
                 )
             return jax.nn.log_softmax(logits_BTV[0].astype(jnp.float32)), state.get(CHOICES, {})
 
         self._run = run
 
-    def __call__(self, ids, keys=None, **places):
+    def __call__(self, ids, keys=None, **packing):
         """Return (log p [T, V] of the next tokens, Decisions).
 
         Args:
-          ids: [T]. places: `positions_BT` and `segment_ids_BT` of a packed row, [1, T].
+          ids: [T]. packing: `positions_BT` and `segment_ids_BT` of a packed row, [1, T].
         """
         row = np.asarray(ids, np.int32)[None]
-        log_p_TV, tree = self._run(self._variables, row, keys or {}, places)
+        log_p_TV, tree = self._run(self._variables, row, keys or {}, packing)
         return log_p_TV, Decisions(dict(_choices(jax.device_get(tree), ())), self._calls)
 
 
@@ -172,7 +174,7 @@ def rows_of(model, decisions, length):
             elif kind == "mlp_computed":
                 add(order, f"{name} mlp", "computed", value_T)
             elif kind != "served":
-                add(order, name, "computed" if kind == "routed" else kind, value_T)
+                add(order, name, QUANTITY_OF_CHOICE.get(kind, kind), value_T)
     kinds = list(QUANTITIES)
     rows.sort(key=lambda pair: (pair[0], kinds.index(pair[1].quantity)))
     rows = [row for _, row in rows]
@@ -205,19 +207,19 @@ def _of_experts(weights_TE, used_TE):
     weights_TE = np.where(used_TE, weights_TE, -1.0)
     return {
         "experts": np.where(valid_T, used_TE.sum(axis=-1), np.nan),
-        "expert": np.where(any_T, weights_TE.argmax(axis=-1), np.nan),
-        "heaviest": np.where(any_T, weights_TE.max(axis=-1), np.nan),
+        "top_expert": np.where(any_T, weights_TE.argmax(axis=-1), np.nan),
+        "top_weight": np.where(any_T, weights_TE.max(axis=-1), np.nan),
     }
 
 
 def _redundant_quantities(rows):
-    """Return the quantities that say nothing about this text.
+    """Return the quantities that add no information about this text.
 
-    All selected tokens are computed, masks are 0 or 1, no choice is dropped or a no-op.
+    For example `selected` if every selected token is computed, or `overflow` if it is always 0.
     """
     values = {(row.name, row.quantity): row.values_T for row in rows}
     same = {"selected": "computed", "mask": "kept"}
-    redundant = {*same, "full", "noop"}
+    redundant = {*same, "overflow", "noop"}
     for (name, quantity), values_T in values.items():
         expected_T = values[name, same[quantity]] if quantity in same else 0.0
         if not np.all((values_T == expected_T) | np.isnan(values_T)):

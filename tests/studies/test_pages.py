@@ -31,18 +31,18 @@ def a_pass(name):
 
 def test_the_map_agrees_with_the_statistics_of_evaluation():
     made, stats = a_pass("mod")
-    for name, computed_T in made.of("computed").items():
+    for name, computed_T in made.values("computed").items():
         decided, overflow = (
             float(stats[f"router/{kind}_fraction/{name}"]) for kind in ("decided", "overflow")
         )
         np.testing.assert_allclose(computed_T.mean(), decided - overflow, atol=1e-6)
         assert 0 < computed_T.mean() < 1
-    assert set(made.of("score")) == set(made.of("computed"))
+    assert set(made.values("score")) == set(made.values("computed"))
 
 
 @pytest.mark.parametrize("name, quantity", [("moe", "experts"), ("dropout_attention", "kept")])
 def test_the_map_has_rows_of_other_decisions(name, quantity):
-    rows = a_pass(name)[0].of(quantity)
+    rows = a_pass(name)[0].values(quantity)
     assert rows and all(np.nanmax(values_T) > 0 for values_T in rows.values())
 
 
@@ -85,6 +85,11 @@ def test_a_map_in_a_browser(run, tmp_path, capsys):
         assert "token 1, id" in browser.execute_script("return find('aside').textContent")
 
 
+def test_a_map_of_less_than_one_token_is_refused(run, tmp_path, capsys):
+    assert routing_map.main([run, "--tokens=-5", "--out", str(tmp_path / "map.html")]) == 2
+    error_line(capsys, "--tokens")
+
+
 def test_a_run_without_decisions_has_no_map(root, tmp_path, capsys, one_device):
     settings = ("steps=1", "data.max_bytes=100000", "model.depth=1")
     dense = train(root, str(tmp_path / "dense"), "mod.py:smoke,dense", *settings)
@@ -117,18 +122,20 @@ def made_up_runs(folder):
 
 def test_a_report_in_a_browser(tmp_path):
     paths, out = made_up_runs(tmp_path), tmp_path / "report.html"
+    config = {"data": {"tokenizer": "bytes"}, "model": {"depth": 2}, "seed": 1}
+    paths.append(str(logged_run(tmp_path / "not evaluated", config, [(1, {"train/loss": 2.0})])))
     assert report.main([*paths, "--out", str(out)]) == 0
     with chromium() as browser:
         browser.get(f"file://{out}")
         assert messages(browser) == []
         lines = "[...document.querySelectorAll('#runs tbody tr')]"
         names = f"return {lines}.map((line) => line.cells[0].textContent)"
-        assert browser.execute_script(names) == ["<a>", "b"]
+        assert browser.execute_script(names) == ["<a>", "b", "not evaluated"]
         headings = "[...document.querySelectorAll('#runs th')]"
         for _ in range(2):
             is_loss = "(heading) => heading.textContent == 'held-out loss'"
             browser.execute_script(f"{headings}.find({is_loss}).click()")
-        assert browser.execute_script(names) == ["b", "<a>"]
+        assert browser.execute_script(names) == ["b", "<a>", "not evaluated"]
         figures = "return document.querySelectorAll('.js-plotly-plot').length"
         assert browser.execute_script(figures) == 2
     assert "model.depth=4" in out.read_text()

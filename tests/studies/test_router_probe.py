@@ -76,6 +76,13 @@ def test_a_block_that_computes_everything_has_nothing_to_explain():
     assert found == {"selected_fraction": 1.0}
 
 
+def test_a_block_that_selects_in_one_half_of_the_rows_only():
+    selected_N = np.zeros(ROWS * LENGTH)
+    selected_N[3] = 1.0
+    for y in (selected_N, 1 - selected_N):
+        assert -0.1 < router_probe.probe(tokens(), y)["token"] < 0.05
+
+
 def test_a_probe_of_a_run(root, tmp_path, one_device, capsys):
     settings = ("steps=3", "data.max_bytes=600000")
     run = train(root, str(tmp_path / "mod"), "mod.py:smoke", *settings)
@@ -87,3 +94,5 @@ def test_a_probe_of_a_run(root, tmp_path, one_device, capsys):
     capsys.readouterr()
     assert router_probe.main(["--workdir", run, other, f"--out={tmp_path}/no"]) == 2
     error_line(capsys, "config.optim.name")
+    assert router_probe.main(["--workdir", run, "--tokens=0"]) == 2
+    error_line(capsys, "--tokens=0")
