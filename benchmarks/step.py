@@ -38,8 +38,8 @@ PARTS = {
         "dense": ("mod:dense", {}),
         "dense, half as deep": ("mod:dense", {"model.depth": 4}),
         "MoD 12.5%": ("mod", {}),
-        "MoD 12.5%, attention only": ("mod:attention_only", {}),
-        "MoD 12.5%, MLP only": ("mod:mlp_only", {}),
+        "MoD 12.5%, attention only": ("mod", {"model.depth_routing.target": "attention"}),
+        "MoD 12.5%, MLP only": ("mod", {"model.depth_routing.target": "mlp"}),
         "recursion": ("mod:recursion", {"model.depth": 5}),
     },
     "experts": {

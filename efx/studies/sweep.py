@@ -92,7 +92,8 @@ def make_runs(sweep, workdir, extra=(), budget=()):
     runs = []
     for seed in sweep["seeds"]:
         for name, changes in sweep["runs"].items():
-            changes = dict(changes)
+            # A run that diverges is a row of the table; it does not end the sweep.
+            changes = {"train.max_nonfinite": 0, **changes}
             config = changes.pop("config", sweep["config"])
             own = () if name == first else budget
             runs.append(runs_lib.training_run(workdir, name, seed, config, changes, (*extra, *own)))
