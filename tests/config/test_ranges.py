@@ -1,18 +1,18 @@
 """Every setting has its range: each value of it makes an experiment whose step can be traced, or is
 refused in one line, with nothing made in the run directory.
 
-benchmarks/hostile_settings.py makes the values, for the settings of all families.
+tests/config/hostile_settings.py makes the values, for the settings of all families.
 """
 
+import hostile_settings
 import jax
 import jax.numpy as jnp
 import pytest
 import test_cli
+from hostile_settings import CASES, configured, hostile, trace_step, walked, write_folder
 from refusals import refused
 from run_files import TINY
 
-from benchmarks import hostile_settings
-from benchmarks.hostile_settings import CASES, configured, hostile, trace_step, walked, write_folder
 from efx.config import schema
 from efx.config.run import Config
 from efx.errors import UsageError
