@@ -93,7 +93,7 @@ def make_runs(sweep, workdir, extra=(), budget=()):
     for seed in sweep["seeds"]:
         for name, changes in sweep["runs"].items():
             # A run that diverges is a row of the table; it does not end the sweep.
-            changes = {"train.max_nonfinite": 0, **changes}
+            changes = {"train.max_nonfinite": 10**9, **changes}
             config = changes.pop("config", sweep["config"])
             own = () if name == first else budget
             runs.append(runs_lib.training_run(workdir, name, seed, config, changes, (*extra, *own)))

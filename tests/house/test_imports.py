@@ -51,7 +51,7 @@ def test_extras_are_imported_where_used():
         if not (path.parent / "__init__.py").exists():
             continue
         tree = ast.parse(path.read_text())
-        is_study = path.parent.name == "studies" or path.name in ("cbtm_table.py", "study.py")
+        is_study = path.parent.name in ("studies", "composition")
         for everywhere, known in ((False, base | more if is_study else base), (True, base | more)):
             for package, line in imported(tree, everywhere):
                 if package not in {*sys.stdlib_module_names, "efx", "configs"}:

@@ -28,14 +28,14 @@ OUTSIDE = """
 import json, sys
 from efx import api, main
 from efx.config.load import load_config
-from efx.studies import isoflop, sweep
+from efx.studies import isoflop, runs, sweep
 
 own, tiny, block = json.loads(sys.argv[1])
 assert main.main(["efx", "--config=mdo:smoke", "--workdir=w"]) == 2
 assert load_config("mod:smoke,dense") == load_config("configs/mod.py:smoke,dense")
 assert load_config(own).model.depth == 1
-for name in ("dropout_flops", "configs/sweeps/mod_table.py"):
-    sweep.check_commands(sweep.load_sweep(name), "w", ["--config.log.every=9"])
+for name in ("latent_table", "configs/sweeps/mod_table.py"):
+    runs.check(sweep.make_runs(sweep.load_sweep(name), "w", ["--config.log.every=9"]))
 isoflop.load_grid("isoflop")
 load = api.load_config
 api.load_config = lambda source, changes: load(source, {**changes, **tiny})
