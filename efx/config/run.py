@@ -47,7 +47,7 @@ class DataConfig:
     # "bytes", "chars", "bpe:8192" (trained on the training split, saved in the run), "hf:gpt2"
     # (of a model on the Hugging Face hub), or the path of a tokenizer.json.
     tokenizer: str = "bytes"
-    seq_len: Count = 256
+    seq_len: Count = 256  # tokens in a row
     batch_size: Count = 16  # sequences in a step, over all devices and hosts
     # A source that is held out as a whole, independent of max_bytes: official test files, or
     # with --mode=evaluate any other text. Nothing is held out of `source` then, but documents of
@@ -62,7 +62,7 @@ class DataConfig:
     # "windows": every window once an epoch; "random": random starts; "buffer": train while the
     # text is tokenised, on windows shuffled within buffer_tokens; after one epoch like "windows".
     shuffle: Literal["windows", "random", "buffer"] = "windows"
-    buffer_tokens: Count = 1 << 22
+    buffer_tokens: Count = 1 << 22  # tokens that "buffer" shuffles at a time
     packing: bool = False  # rows of whole documents: segment ids, restarted positions
     # Field of a record or a data set that holds the text; "": records are plain text.
     text_key: str = "text"
@@ -203,18 +203,18 @@ class LossesConfig:
     efx/train/losses.py.
     """
 
-    z_loss: object = 0.0
+    z_loss: object = 0.0  # mean squared log partition function of the output
     distill: object = 0.0  # KL(teacher || model), see config.train.teacher; 0: not computed
-    router_bce: object = 0.01
-    predictor_bce: object = 0.01
-    load_balance: object = 0.01
-    router_z: object = 0.001
-    expert_bce: object = 0.01
-    embedding: object = 1.0
+    router_bce: object = 0.01  # MoD, aux_loss: router scores against the top-k selection
+    predictor_bce: object = 0.01  # MoD: the predictor against the top-k selection
+    load_balance: object = 0.01  # MoE: equal numbers of tokens for all experts
+    router_z: object = 0.001  # MoE: mean squared log partition function of the router
+    expert_bce: object = 0.01  # MoE, expert_choice: logits against the selection
+    embedding: object = 1.0  # encoder-decoder: see its embedding_loss
     # Loss of the next latent. The published weight rises over the first fifth of the training:
     # dict(schedule="linear", c_start=0.0, c_end=0.003, steps=...).
     latent_prediction: object = 0.003
-    inclusion_bce: object = 0.1
+    inclusion_bce: object = 0.1  # PHATGOOSE: entrances against their selection
     # Learned dropout with masks m: mean entropy -m log2 m, that of 1 - m, m, m^2 / 2.
     dropout_entropy: object = 0.0
     dropout_alternate_entropy: object = 0.0
@@ -249,6 +249,7 @@ class TrainConfig:
 class ScheduleConfig:
     """The learning rate over the steps."""
 
+    # "wsd": constant, then linear decay at the end.
     kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     warmup_steps: Natural = 100  # at most a tenth of a run that is shorter
     # Fraction of the steps; the longer of the two warm-ups counts.
@@ -263,14 +264,15 @@ class ScheduleConfig:
 class OptimConfig:
     """How parameters are updated."""
 
+    # Muon updates matrices, AdamW everything else.
     name: Literal["adamw", "lion", "muon", "schedule_free_adamw", "sgd"] = "adamw"
-    learning_rate: NonNegative = 1e-3
+    learning_rate: NonNegative = 1e-3  # peak of the schedule
     schedule: ScheduleConfig = ScheduleConfig()
-    b1: Probability = 0.9
-    b2: Probability = 0.99
+    b1: Probability = 0.9  # decay rate of the first moment
+    b2: Probability = 0.99  # decay rate of the second moment
     eps: Positive = 1e-8  # with 0 a parameter whose gradient is 0 becomes 0 / 0
     momentum: Probability = 0.95  # muon, sgd
-    weight_decay: NonNegative = 0.1
+    weight_decay: NonNegative = 0.1  # times the learning rate, on the parameters of `decay`
     decay: str = r".*(kernel|embedding)"  # regex (whole path) of decayed parameters
     frozen: str = ""  # regex of frozen parameters
     lr_multipliers: tuple[object, ...] = ()  # ((regex, factor), ...): first match wins
@@ -299,11 +301,11 @@ class OptimConfig:
 class MeshConfig:
     """Devices along each axis of the mesh; one axis may be -1, all remaining devices."""
 
-    data: Devices = -1
-    fsdp: Devices = 1
-    tensor: Devices = 1
-    expert: Devices = 1
-    sequence: Devices = 1
+    data: Devices = -1  # rows of the batch
+    fsdp: Devices = 1  # rows of the batch, and shards of parameters
+    tensor: Devices = 1  # heads and hidden features
+    expert: Devices = 1  # experts of an MoE
+    sequence: Devices = 1  # tokens of a row
     # Groups of devices connected by a slower network (TPU slices, or hosts); only the axis `data`
     # crosses it. 0: the number of slices
     dcn_data: Natural = 0
@@ -314,10 +316,10 @@ class CheckpointConfig:
     """When the training state is saved, and which checkpoints are kept."""
 
     every: Natural = 500  # steps; 0: only at the end
-    keep_last: Count = 2
-    keep_best: Natural = 1
-    best_metric: str = "eval/loss"
-    asynchronous: bool = True
+    keep_last: Count = 2  # newest checkpoints that are kept
+    keep_best: Natural = 1  # checkpoints with the smallest best_metric that are kept too
+    best_metric: str = "eval/loss"  # a metric of the evaluation to minimise
+    asynchronous: bool = True  # write while training continues
     # "fall_back": restore the checkpoint before a damaged one, with a warning
     on_damage: Literal["error", "fall_back"] = "error"
 
@@ -327,12 +329,12 @@ class LogConfig:
     """Metrics, Weights & Biases, profile."""
 
     every: Count = 20  # steps
-    tensorboard: bool = True
+    tensorboard: bool = True  # write event files to the run directory
     wandb: str = ""  # Weights & Biases project
     wandb_group: str = ""  # group of runs there
-    wandb_tags: tuple[str, ...] = ()
+    wandb_tags: tuple[str, ...] = ()  # tags of the run there
     profile_at: Natural = 0  # first profiled step; 0: no profile
-    profile_steps: Count = 5
+    profile_steps: Count = 5  # number of profiled steps
 
     def check(self):
         for name in ("wandb_group", "wandb_tags"):
@@ -348,7 +350,7 @@ class EvaluateConfig:
     """Evaluation on the held-out text."""
 
     every: Natural = 250  # steps; 0: only at the end
-    batch_size: Count = 16
+    batch_size: Count = 16  # rows at a time
     max_batches: Natural = 0  # 0: the whole held-out split
     # Batches of training text that set the thresholds of routed blocks first; 0: as trained
     calibrate: Natural = 0
@@ -361,14 +363,14 @@ class SampleConfig:
     """Samples during training and with --mode=sample."""
 
     every: Natural = 500  # steps; 0: never
-    prompt: str = "\n"
-    max_new_tokens: Count = 200
+    prompt: str = "\n"  # text that the samples continue
+    max_new_tokens: Count = 200  # tokens of a sample
     temperature: NonNegative = 0.8  # 0: greedy
     top_k: Natural = 0  # 0: all tokens
     top_p: Fraction = 0.95  # 1: all tokens
     stop: str = ""  # stop after this text
-    num_samples: Count = 1
-    seed: Seed = 0
+    num_samples: Count = 1  # samples of the prompt
+    seed: Seed = 0  # of the samples
 
 
 @block("config.cluster")
@@ -379,7 +381,7 @@ class ClusterConfig:
     the seed model and all experts together.
     """
 
-    count: Count = 4
+    count: Count = 4  # number of clusters
     method: Literal["balanced", "random"] = "balanced"  # clusters of one size; "random": control
     features: Vocabulary = 50_000  # words of the tf-idf vectors: the most frequent
     min_documents: Count = 2  # that contain a word
@@ -404,11 +406,11 @@ class EnsembleConfig:
 class Config:
     """All settings of a run."""
 
-    seed: Seed = 0
+    seed: Seed = 0  # of initial parameters, data order and stochastic layers
     # Set one of the two: optimiser steps, or total training FLOPs, from which the number of steps
     # follows.
     steps: Natural = 1000
-    train_flops: NonNegative = 0.0
+    train_flops: NonNegative = 0.0  # see steps; 0: use steps
     data: DataConfig = DataConfig()
     init: InitConfig = InitConfig()
     model: object = DecoderConfig()  # the block of a family, see efx/models/__init__.py

@@ -60,7 +60,7 @@ class RopeScalingConfig:
 class AttentionConfig:
     """Causal self-attention."""
 
-    num_heads: Count = 4
+    num_heads: Count = 4  # heads of queries
     num_kv_heads: Natural = 0  # heads of keys and values; 0: num_heads
     head_dim: Natural = 0  # 0: width / num_heads
     # Projections with a bias: queries, keys and values, or "all", with the output. None: "all" or
@@ -141,7 +141,7 @@ class MoEConfig:
     """A Mixture of Experts in place of the MLP, where `config.model.mlp.kind` is "moe"."""
 
     every: Count = 1  # blocks every-1, 2*every-1, ... have experts, the others a dense MLP
-    num_experts: Count = 8
+    num_experts: Count = 8  # E
     expert_hidden: Natural = 0  # width of one expert; 0: that of the dense MLP
     # Tokens choose their top_k experts, or experts choose tokens, which looks ahead in training.
     router: Literal["token_choice", "expert_choice"] = "token_choice"
@@ -207,10 +207,10 @@ class MoEConfig:
 class MLPConfig:
     """The feed-forward layer of a block."""
 
-    kind: Literal["dense", "moe"] = "dense"
+    kind: Literal["dense", "moe"] = "dense"  # one MLP, or experts
     activation: Activation | None = None  # None: the preset's, or "gelu"
     hidden: Natural = 0  # 0: 4 width; swiglu: 8/3 width, rounded up to multiple_of
-    multiple_of: Count = 32
+    multiple_of: Count = 32  # see hidden
     moe: MoEConfig = MoEConfig()
 
     def resolved(self, depth, activation):

@@ -45,8 +45,8 @@ class AdapterConfig:
     """Adapters on the linear layers of a finished model, configs/phatgoose.py."""
 
     kind: Literal["none", "lora", "mlp"] = "none"  # "lora": u A B; "mlp": gelu(u A) B
-    rank: Count = 16
-    scale: Number = 1.0
+    rank: Count = 16  # inner width of an adapter
+    scale: Number = 1.0  # factor on its output
     # Regex of the adapted linear layers; it must match the whole path in the unrolled model.
     sites: str = r".*/(query|key|value|out|gate|up|down)"
     gate: bool = False  # single adapter: multiply it by sigmoid(v.u) and train v
@@ -54,7 +54,7 @@ class AdapterConfig:
     # Weights of the experts, per token and layer: "topk": by their gates; "uniform": 1 / E;
     # "inclusion": each expert has an entrance that selects its tokens.
     routing: Literal["topk", "uniform", "inclusion"] = "topk"
-    top_k: Count = 2
+    top_k: Count = 2  # topk: experts of a token
     capacity: Fraction = 0.5  # inclusion: fraction of a sequence that an expert computes
     slack: AtLeastOne = 1.5  # inclusion: multiple of the capacity that the causal limit allows
 

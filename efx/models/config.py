@@ -36,13 +36,13 @@ class ModelConfig:
     member_runs: ClassVar[tuple] = ()
 
     context: Positions = 0  # longest sequence; 0: data.seq_len
-    width: Count = 128
-    depth: Modules = 4
+    width: Count = 128  # D, features of the residual stream
+    depth: Modules = 4  # number of blocks
     attention: AttentionConfig = AttentionConfig()
     mlp: MLPConfig = MLPConfig()
     block_kind: BlockKind = "pre_norm"  # how attention, MLP and norms make a block
     dropout: DropoutConfig = DropoutConfig()
-    norm_eps: Positive = 1e-5
+    norm_eps: Positive = 1e-5  # added to the variance in norms
     init_std: NonNegative = 0.02  # of initial weights; residual outputs: / sqrt(2 depth)
     logit_softcap: NonNegative = 0.0  # logits <- softcap tanh(logits / softcap); 0: off
     # The vocabulary is padded to a multiple of this; 0: of the number of devices that split it.

@@ -30,7 +30,7 @@ class DepthRoutingConfig:
     # shared stack, applied `recursions` times, each time to tokens selected among those of the
     # previous step (Mixture-of-Recursions, arXiv 2507.10524, "middle-cycle" sharing).
     kind: Literal["none", "mod", "recursion"] = "none"
-    recursions: Modules = 2
+    recursions: Modules = 2  # times that the shared blocks are applied
     every: Count = 2  # blocks every-1, 2*every-1, ... are routed
     # or these, zero-based; of two streams the encoder's blocks are numbered before the decoder's
     blocks: tuple[Natural, ...] = ()
