@@ -16,6 +16,7 @@ import tempfile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from efx import main as efx_main
 from efx import run_dir
 from efx.config import flags
 from efx.config.load import config_of_run, to_config
@@ -25,6 +26,13 @@ from efx.data.sources import open_source
 from efx.errors import UsageError
 from efx.models import FAMILIES
 
+SMALL = {
+    "steps": 1,
+    "model.depth": 2,
+    "data.seq_len": 16,
+    "data.max_bytes": 20_000,
+    "evaluate.max_batches": 1,
+}
 VALUES = st.one_of(
     st.integers(-3, 2**40),
     st.floats(),
@@ -51,7 +59,7 @@ def damaged(data, draw):
     return data[:start] + draw(st.binary(max_size=16)) + data[end:]
 
 
-def check_settings(data):
+def check_settings(data, run):
     """Any value of any setting of any family, from the command line."""
     family = data.draw(st.sampled_from([*FAMILIES]))
     keys = [*run_dir.dotted(default_config(family).to_dict())]
@@ -82,54 +90,54 @@ def check_run_files(data, run):
         works_or_one_line(lambda: load_tokenizer(copy / "tokenizer.json").encode("a b"))
 
 
-def check_text(data):
-    """Files of text, JSON lines and token shards with any bytes."""
+def check_text(data, run):
+    """Files of text and of JSON lines with any bytes."""
     with tempfile.TemporaryDirectory() as folder:
-        kind = data.draw(st.sampled_from(["text", "jsonl", "tokens"]))
-        ending = {"text": "txt", "jsonl": "jsonl", "tokens": "bin"}[kind]
+        kind = data.draw(st.sampled_from(["text", "jsonl"]))
+        ending = {"text": "txt", "jsonl": "jsonl"}[kind]
         path = pathlib.Path(folder) / f"a.{ending}"
         line = json.dumps({"text": "a word"}).encode() + b"\n"
         path.write_bytes(damaged(line * 20, data.draw) if kind == "jsonl" else
                          data.draw(st.binary(max_size=4096)))  # fmt: skip
 
         def read():
-            config = default_config("decoder").data
-            config.source = f"{kind}:{path}"
-            source = open_source(to_config_data(config), pathlib.Path(folder))
+            config = default_config("decoder")
+            config.data.source = f"{kind}:{path}"
+            source = open_source(to_config(config).data, pathlib.Path(folder))
             return sum(len(document.data) for document in source.documents())
 
         works_or_one_line(read)
 
 
-def to_config_data(data):
-    """Return the data block of a config as a dataclass."""
-    config = default_config("decoder")
-    config.data = data
-    return to_config(config).data
-
-
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--examples", type=int, default=1000, help="of each kind")
-    parser.add_argument("--run", required=True, help="a small finished run directory to damage")
     args = parser.parse_args(argv)
-    options = settings(
-        max_examples=args.examples, deadline=None, suppress_health_check=[*HealthCheck]
-    )
-    checks = {
-        "settings": check_settings,
-        "run files": lambda data: check_run_files(data, args.run),
-        "texts": check_text,
-    }
     failed = False
-    for name, check in checks.items():
-        try:
-            given(st.data())(options(lambda data, check=check: check(data)))()
-            print(f"{name}: {args.examples} cases, nothing found", flush=True)
-        except Exception as error:
-            failed = True
-            print(f"{name}: {type(error).__name__}: {error}", flush=True)
-            print(*getattr(error, "__notes__", ()), sep="\n")
+    with tempfile.TemporaryDirectory() as folder:
+        run = pathlib.Path(folder) / "run"
+        settings_of_run = [f"--config.{key}={value}" for key, value in SMALL.items()]
+        if status := efx_main.main(
+            ["efx", "--config=mod:smoke", f"--workdir={run}", *settings_of_run]
+        ):
+            return status
+        for check in (check_settings, check_run_files, check_text):
+
+            @settings(
+                max_examples=args.examples, deadline=None, suppress_health_check=[*HealthCheck]
+            )
+            @given(st.data())
+            def fuzz(data):
+                check(data, run)  # noqa: B023
+
+            name = check.__name__.removeprefix("check_")
+            try:
+                fuzz()
+                print(f"{name}: {args.examples} cases, nothing found", flush=True)
+            except Exception as error:
+                failed = True
+                print(f"{name}: {type(error).__name__}: {error}", flush=True)
+                print(*getattr(error, "__notes__", ()), sep="\n")
     return int(failed)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from benchmarks import accelerator, common, step
+from benchmarks import accelerator, common, fuzz, step
 
 
 def test_models_take_turns_and_ratios_are_of_medians():
@@ -33,3 +33,9 @@ def test_the_accelerator_benchmark_at_a_tiny_size(tmp_path, one_device, capsys):
     table = pd.read_csv(out, comment="#").set_index("name")
     assert table.flops_ratio["350M MoD"] < 1 and table.error.max() < accelerator.TOLERANCE
     assert "# command: python -m benchmarks.accelerator" in out.read_text()
+
+
+@pytest.mark.slow
+def test_hostile_input_is_refused_in_one_line(one_device, capsys):
+    assert fuzz.main(["--examples=3"]) == 0
+    assert capsys.readouterr().out.count("nothing found") == 3
