@@ -33,7 +33,7 @@ TOKENS = 100_000_000
 
 def config_for(source, cache, arguments, **changes):
     shape = dict(seq_len=arguments.seq_len, batch_size=arguments.batch_size, eval_fraction=0.05)
-    return DataConfig(source=source, cache_dir=cache, text_key="", **shape | changes)
+    return DataConfig(source=source, cache_dir=cache, **shape | changes)
 
 
 def write_token_file(folder):
@@ -122,7 +122,7 @@ def memory(cache, arguments):
         for _ in range(arguments.buffers * buffer // 4000 + 1):
             file.write(json.dumps({"text": rng.bytes(2000).hex()}) + "\n")
     config = config_for(
-        f"jsonl:{path}", cache, arguments, text_key="text", split="documents", shuffle="buffer",
+        f"jsonl:{path}", cache, arguments, split="documents", shuffle="buffer",
         buffer_tokens=buffer,
     )  # fmt: skip
     data = efx.data.load(config, seed=0)
