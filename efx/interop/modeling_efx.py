@@ -30,7 +30,6 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-HEADROOM = 4  # tokens that the causal limit admits beyond its rate
 GATES = {
     "identity": lambda score: score,
     "sigmoid": torch.sigmoid,
@@ -127,8 +126,7 @@ class EfxCache:
         """Select rows, as beam search does; rows may repeat."""
         self.attention_mask = self.attention_mask[beam_idx]
         self.admitted = {key: count_B1[beam_idx] for key, count_B1 in self.admitted.items()}
-        for layer, entry in self.entries.items():
-            self.entries[layer] = tuple(x[beam_idx] for x in entry)
+        self.entries = {i: tuple(x[beam_idx] for x in entry) for i, entry in self.entries.items()}
 
 
 @dataclass
@@ -174,7 +172,7 @@ class Tokens:
         admitted_BT = selected_BT
         if rate < 1:
             # Without the margin float32 would turn 0.07 * 100 into 8.
-            limit_BT = torch.ceil(rate * self.counts_BT.float() - 1e-3).long() + HEADROOM
+            limit_BT = torch.ceil(rate * self.counts_BT.float() - 1e-3).long() + 4
             excess_BT = self.running_count(selected_BT) + before_B1 - limit_BT
             excess_BT = excess_BT.clamp(min=0).masked_fill(~selected_BT, 0)
             # Larger than any excess, so that the maximum starts again in each document.
@@ -187,7 +185,7 @@ class Tokens:
         return admitted_BT, before_B1 + self.running_count(admitted_BT)
 
 
-# ---- attention and MLP ---------------------------------------------------------------------------
+# ---- layers --------------------------------------------------------------------------------------
 
 
 def make_norm(config):
@@ -305,9 +303,6 @@ class EfxMoE(nn.Module):
         return y_BTD
 
 
-# ---- blocks --------------------------------------------------------------------------------------
-
-
 class EfxBlock(GradientCheckpointingLayer):
     """x + attention + MLP."""
 
@@ -317,10 +312,8 @@ class EfxBlock(GradientCheckpointingLayer):
         self.input_layernorm = make_norm(config)
         self.self_attn = EfxAttention(config, layer_idx)
         self.post_attention_layernorm = make_norm(config)
-        if config.blocks[layer_idx]["experts"]:
-            self.mlp = EfxMoE(config, layer_idx)
-        else:
-            self.mlp = EfxMLP(config, config.intermediate_size)
+        is_moe, hidden = config.blocks[layer_idx]["experts"], config.intermediate_size
+        self.mlp = EfxMoE(config, layer_idx) if is_moe else EfxMLP(config, hidden)
 
     def forward(self, x_BTD, tokens):
         return x_BTD + self.increment(x_BTD, tokens)
@@ -350,9 +343,8 @@ class EfxRoutedBlock(EfxBlock):
         self.routing, width = config.routing, config.hidden_size
         self.rate = min(1.0, config.blocks[layer_idx]["capacity"] * self.routing["slack"])
         self.router = nn.Linear(width, 1, bias=False)
-        self.router_norm = None
-        if self.routing["router_norm"] == "rms":
-            self.router_norm = nn.RMSNorm(width, config.norm_eps)
+        has_norm = self.routing["router_norm"] == "rms"
+        self.router_norm = nn.RMSNorm(width, config.norm_eps) if has_norm else nn.Identity()
         if self.routing["decision"] == "threshold":
             self.register_buffer("threshold", torch.zeros(()))
         if self.routing["decision"] == "predictor":
@@ -361,7 +353,7 @@ class EfxRoutedBlock(EfxBlock):
             self.predictor = nn.Sequential(first, nn.SiLU(), last)
 
     def forward(self, x_BTD, tokens):
-        router_in_BTD = x_BTD if self.router_norm is None else self.router_norm(x_BTD.float())
+        router_in_BTD = self.router_norm(x_BTD.float())
         score_BT = in_float32(self.router, router_in_BTD)[..., 0]
         logit_BT = score_BT
         if self.routing["decision"] == "threshold":
@@ -386,8 +378,6 @@ class EfxRoutedBlock(EfxBlock):
 
 
 class EfxModel(nn.Module):
-    """Embeddings, blocks and the final norm."""
-
     def __init__(self, config):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -453,8 +443,8 @@ class EfxForCausalLM(PreTrainedModel, GenerationMixin):
         if isinstance(logits_to_keep, int):
             logits_to_keep = slice(-logits_to_keep, None)
         logits_BTV = self.lm_head(x_BTD[:, logits_to_keep]).float() * self.config.logit_scale
-        if self.config.logit_softcap:
-            cap = self.config.logit_softcap
+        cap = self.config.logit_softcap
+        if cap:
             logits_BTV = cap * torch.tanh(logits_BTV / cap)
         loss = None
         if labels is not None:
@@ -463,7 +453,6 @@ class EfxForCausalLM(PreTrainedModel, GenerationMixin):
 
     def tokens(self, x_BTD, attention_mask, position_ids, cache, use_cache):
         """The `Tokens` of these embeddings; arguments as of `forward`."""
-        length = x_BTD.shape[1]
         if not isinstance(cache, EfxCache):  # `generate` passes an empty cache of transformers
             if cache is not None and cache.get_seq_length():
                 raise ValueError(f"past_key_values={type(cache).__name__}: pass an EfxCache")
@@ -476,10 +465,9 @@ class EfxForCausalLM(PreTrainedModel, GenerationMixin):
                 shape, expected = [*attention_mask.shape], [*mask_BS.shape]
                 raise ValueError(f"attention_mask has shape {shape}; expected {expected}")
             mask_BS = attention_mask.long()
-        places_BT = (mask_BS.cumsum(dim=1) - 1).masked_fill(mask_BS == 0, -1)[:, -length:]
-        positions_BT = places_BT
-        if position_ids is not None:
-            positions_BT = position_ids.expand_as(places_BT).masked_fill(places_BT < 0, -1)
+        places_BT = (mask_BS.cumsum(dim=1) - 1).masked_fill(mask_BS == 0, -1)[:, -x_BTD.shape[1] :]
+        positions_BT = places_BT if position_ids is None else position_ids.expand_as(places_BT)
+        positions_BT = positions_BT.masked_fill(places_BT < 0, -1)
         is_packed = not torch.equal(positions_BT, places_BT)
         if is_packed and (use_cache or cache is not None):
             raise ValueError("position_ids restart: pass packed rows with use_cache=False")
