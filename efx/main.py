@@ -85,7 +85,7 @@ def run(argv):
 
         convert(config, source, target, workdir, command_line=argv)
     elif mode == "export":
-        from efx.interop.export_run import export_run
+        from efx.interop.hf_export import export_run
 
         export_run(config, workdir, target, step=values.step, dtype=values.dtype)
     elif mode == "cluster":

@@ -27,7 +27,7 @@ _FLAGS = {
     "mode": (_TEXT, "train", f"One of {', '.join(MODES)}."),
     "from": (_TEXT, None, "import: directory of a Hugging Face model; convert: of a dense run."),
     "to": (_TEXT, None, "convert: mod or layer_drop; export: new directory, for transformers."),
-    "dtype": (_TEXT, None, "export: float32, bfloat16 or float16."),
+    "dtype": (_TEXT, None, "export: float32 or bfloat16."),
     "prompt": (_TEXT, None, "sample: text to continue."),
     "step": (_NUMBER, None, "evaluate, sample, export: checkpoint (default: newest)."),
     "topology": (

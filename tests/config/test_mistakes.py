@@ -225,7 +225,7 @@ COMMANDS = [
     ("convert into a run", "--mode=convert --workdir=run --from=run --to=mod", "=run", "new"),
     ("export to nothing", "--mode=export --workdir=run", "--to", "new"),
     ("export into a folder", "--mode=export --workdir=run --to=shards", "shards", "new"),
-    ("export another type", "--mode=export --workdir=run --to=new --dtype=fp16", "fp16", "float16"),
+    ("export a type", "--mode=export --workdir=run --to=new --dtype=bf16", "bf16", "bfloat16"),
     ("import from the hub", "--mode=import --workdir=new --from=gpt2", "--from=gpt2", "download"),
     ("import another folder", "--mode=import --workdir=new --from=shards", "shards", "Hugging"),
 ]  # fmt: skip

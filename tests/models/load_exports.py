@@ -1,6 +1,6 @@
-"""Load exports with whatever transformers is on the path: python load_exports.py FOLDER
+"""Checks of an export with the transformers on the path: python load_exports.py FOLDER
 
-Each folder in FOLDER is an export with `tokens.npy` [B, T] and efx's `logits.npy` of these.
+The folder has an export with `tokens.npy` [B, T] and efx's `logits.npy` of these.
 """
 
 import copy
@@ -9,31 +9,125 @@ import sys
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+GREEDY = dict(max_new_tokens=6, do_sample=False)
 
 
-def check(folder):
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
-    tokens_BT = torch.tensor(np.load(folder / "tokens.npy"))
-    expected = np.load(folder / "logits.npy")
-    np.testing.assert_allclose(model(tokens_BT).logits.numpy(), expected, atol=1e-4)
-    first = model(tokens_BT[:, :9], use_cache=True)
-    cache = copy.deepcopy(first.past_key_values)
-    logits = model(tokens_BT[:, 9:], past_key_values=cache).logits.numpy()
-    np.testing.assert_allclose(logits, expected[:, 9:], atol=1e-4)
+def load(folder, **options):
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **options)
+    return model.eval()
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-    inputs = tokenizer("The quick brown", return_tensors="pt")
-    options = dict(max_new_tokens=6, do_sample=False)
-    whole = model.generate(**inputs, **options)
-    assert whole.shape[1] > inputs.input_ids.shape[1]
-    assert whole.tolist() == model.generate(**inputs, use_cache=False, **options).tolist()
-    empty = type(first.past_key_values)()
-    pieces = model.generate(**inputs, past_key_values=empty, prefill_chunk_size=2, **options)
-    assert pieces.tolist() == whole.tolist()
+
+def tokens_and_logits(folder):
+    return torch.tensor(np.load(folder / "tokens.npy")), np.load(folder / "logits.npy")
+
+
+@torch.no_grad()
+def check_logits(folder):
+    """Equal to efx's; independent of padding, of the chunks of a row and of copies of the cache."""
+    model, (tokens_BT, expected_BTV) = load(folder), tokens_and_logits(folder)
+    np.testing.assert_allclose(model(tokens_BT).logits, expected_BTV, atol=1e-4)
+    # Row i begins with 2 i padding tokens.
+    (rows, length), pads = tokens_BT.shape, [2 * i for i in range(len(tokens_BT))]
+    ids_BT, mask_BT = torch.zeros(2, rows, length + pads[-1], dtype=torch.long)
+    for i, pad in enumerate(pads):
+        ids_BT[i, pad : pad + length], mask_BT[i, pad : pad + length] = tokens_BT[i], 1
+    cache, chunks = None, []
+    for start, end in ((0, 2), (2, 12), (12, 13), (13, length + pads[-1])):
+        options = dict(attention_mask=mask_BT[:, :end], use_cache=True)
+        out = model(ids_BT[:, start:end], past_key_values=copy.deepcopy(cache), **options)
+        again = model(ids_BT[:, start:end], past_key_values=cache, **options)
+        assert torch.equal(out.logits, again.logits)
+        cache = out.past_key_values
+        chunks.append(out.logits)
+    chunked_BTV = torch.cat(chunks, dim=1)
+    for i, pad in enumerate(pads):
+        row_TV = chunked_BTV[i, pad : pad + length]
+        np.testing.assert_allclose(row_TV, expected_BTV[i], atol=1e-4)
+
+
+@torch.no_grad()
+def check_generation(folder):
+    """The same with a cache, without, in chunks of a padded prompt, and from a copied prefix."""
+    model, (tokens_BT, _) = load(folder), tokens_and_logits(folder)
+    prompts_BT = tokens_BT[:2, :16]
+    for beams in (1, 2):
+        options = dict(num_beams=beams, **GREEDY)
+        whole = model.generate(prompts_BT, **options)
+        assert whole.tolist() == model.generate(prompts_BT, use_cache=False, **options).tolist()
+    whole = model.generate(prompts_BT[:1], **GREEDY)[0]
+    padded_BT = torch.cat([prompts_BT.new_zeros(1, 5), prompts_BT[:1]], dim=1)
+    options = dict(attention_mask=(torch.arange(21) >= 5).long()[None], **GREEDY)
+    padded = model.generate(padded_BT, **options)[0]
+    assert padded[5:].tolist() == whole.tolist()
+    first = model(prompts_BT[:1, :3], use_cache=True).past_key_values
+    for cache, options in ((type(first)(), dict(prefill_chunk_size=4)), (copy.deepcopy(first), {})):
+        options |= dict(past_key_values=cache, **GREEDY)
+        assert model.generate(prompts_BT[:1], **options)[0].tolist() == whole.tolist()
+
+
+@torch.no_grad()
+def check_packed_rows(folder):
+    """Documents of a row, at position_ids that restart, are independent."""
+    model, (tokens_BT, _) = load(folder), tokens_and_logits(folder)
+    documents = tokens_BT[:1].split([5, 11, 16], dim=1)
+    position_ids = torch.cat([torch.arange(ids.shape[1]) for ids in documents])[None]
+    packed = model(tokens_BT[:1], position_ids=position_ids)
+    assert packed.past_key_values is None
+    alone = torch.cat([model(ids).logits for ids in documents], dim=1)
+    np.testing.assert_allclose(packed.logits, alone, atol=1e-4)
+    try:
+        model(tokens_BT[:1], position_ids=position_ids, use_cache=True)
+    except ValueError as error:
+        assert "position_ids" in str(error)
+    else:
+        raise AssertionError("packed rows were cached")
+
+
+def check_training(folder):
+    """Trainer: accumulated batches and checkpointed gradients train as one batch does; bfloat16
+    autocast runs; a loss is divided by the number of labels in all accumulated batches."""
+    tokens_BT, _ = tokens_and_logits(folder)
+    rows = [{"input_ids": row, "labels": row.clone()} for row in tokens_BT[:8]]
+    for i, row in enumerate(rows):
+        row["labels"][3 * i + 2 :] = -100
+    before = load(folder).state_dict()
+
+    def train(**options):
+        settings = dict(max_steps=2, learning_rate=0.1, optim="sgd", lr_scheduler_type="constant")
+        quiet = dict(
+            per_device_eval_batch_size=4,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+            use_cpu=True,
+        )
+        arguments = TrainingArguments(
+            folder / "trainer", logging_steps=1, **settings | quiet | options
+        )
+        model = load(folder)
+        trainer = Trainer(model, arguments, train_dataset=rows)
+        trainer.train()
+        assert 0 < trainer.predict(rows).metrics["test_loss"] < 100
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return losses, model.state_dict()
+
+    whole = dict(per_device_train_batch_size=4)
+    halves = dict(per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    losses, after = train(**whole)
+    assert any(not torch.equal(after[name], before[name]) for name in after if "router" in name)
+    for options in (halves, dict(gradient_checkpointing=True, **whole)):
+        other_losses, other = train(**options)
+        np.testing.assert_allclose(other_losses, losses, rtol=1e-3)
+        for name, weight in after.items():
+            np.testing.assert_allclose(other[name], weight, atol=1e-5, err_msg=name)
+    np.testing.assert_allclose(train(bf16=True, **halves)[0], losses, rtol=0.05)
+    model = load(folder).train()
+    model.gradient_checkpointing_enable()
+    assert model(tokens_BT, use_cache=True).past_key_values is None
 
 
 if __name__ == "__main__":
-    with torch.no_grad():
-        for folder in sorted(pathlib.Path(sys.argv[1]).iterdir()):
-            check(folder)
+    for check in (check_logits, check_generation, check_packed_rows, check_training):
+        check(pathlib.Path(sys.argv[1]))
