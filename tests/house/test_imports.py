@@ -26,6 +26,7 @@ def test_contracts_hold():
 
 # Packages whose import name is not their name in a registry.
 INSTALLED_AS = {"absl": "absl-py", "orbax": "orbax-checkpoint", "sklearn": "scikit-learn"}
+WITH_EXTRA = ("lm_eval.py", "modeling_efx.py")
 
 
 def imported(tree, everywhere):
@@ -42,7 +43,7 @@ def imported(tree, everywhere):
 
 
 def test_extras_are_imported_where_used():
-    """Only studies and lm_eval.py need more than the base dependencies to be imported."""
+    """Only studies, lm_eval.py and modeling_efx.py need an extra to be imported."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = sum(project["optional-dependencies"].values(), [])
     base = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]}
@@ -51,8 +52,9 @@ def test_extras_are_imported_where_used():
         if not (path.parent / "__init__.py").exists():
             continue
         tree = ast.parse(path.read_text())
-        is_study = path.parent.name in ("studies", "composition") or path.name == "lm_eval.py"
-        for everywhere, known in ((False, base | more if is_study else base), (True, base | more)):
+        needs_extra = path.parent.name in ("studies", "composition") or path.name in WITH_EXTRA
+        at_import = base | more if needs_extra else base
+        for everywhere, known in ((False, at_import), (True, base | more)):
             for package, line in imported(tree, everywhere):
                 if package not in {*sys.stdlib_module_names, "efx", "configs"}:
                     name = canonicalize_name(INSTALLED_AS.get(package, package))
