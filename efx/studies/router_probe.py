@@ -15,7 +15,8 @@ For each routed block of runs with depth routing (several runs are seeds of one 
 
 Predictors are fitted to one half of the rows and scored on the other, both ways, so an
 uninformative feature gets 0 or slightly less. Controls have no score, but their selection is
-probed. --out gets probe.csv (a row for each run and block), probe.md and probe.png.
+probed. --out gets probe.csv (a row for each run and block), probe.md (means, without score_*) and
+probe.png.
 """
 
 import pathlib
@@ -228,7 +229,7 @@ def study(arguments):
     folder.mkdir(parents=True, exist_ok=True)
     table.round(4).to_csv(folder / "probe.csv", index=False)
     draw(table, folder / "probe.png")
-    means = table.drop(columns="run").rename(columns={"block": "name"})
+    means = table.filter(regex="^(?!run$|score_)").rename(columns={"block": "name"})
     text = f"{tables.means_markdown(means)}\nCommand: `{arguments.command}`\n"
     io.write_atomic(folder / "probe.md", text)
     print(text)
