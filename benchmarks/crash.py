@@ -7,12 +7,10 @@ last checkpoint, the metrics and the samples must then be the same, bit for bit.
 at random moments; SIGINT, SIGTERM and SIGHUP, once and twice; a limit on the size of files, which
 fails as a full disk does; a directory that vanishes; a second launch in one directory.
 
-Exit status 1 if anything is lost, or a launch ends otherwise than in one line.
+Exit status 1 if anything is lost, or a launch ends with another status or more than one line.
 """
 
 import argparse
-import contextlib
-import json
 import os
 import pathlib
 import random
@@ -27,25 +25,18 @@ import numpy as np
 
 from benchmarks.common import command
 from efx.checkpoint import arrays, manifest
-from efx.errors import UsageError
 from efx.logging import read_metrics
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SETTINGS = {
-    "data.seq_len": 16, "data.batch_size": 4, "model.width": 16, "model.depth": 2,
-    "model.attention.num_heads": 2, "optim.schedule.warmup_steps": 1, "evaluate.every": 5,
-    "evaluate.batch_size": 4, "evaluate.max_batches": 2, "sample.every": 10,
-    "sample.max_new_tokens": 4, "checkpoint.every": 3, "checkpoint.keep_best": 1, "log.every": 1,
-}  # fmt: skip
-# Columns of a row that describe a launch, not the run.
-OF_A_LAUNCH = {
-    "seconds", "tokens_per_second", "flops_per_second", "mfu", "startup_seconds", "parameters",
+    "steps": 120, "data.source": "pydoc", "data.max_bytes": 20_000, "data.seq_len": 16,
+    "data.batch_size": 4, "model.width": 16, "evaluate.every": 5, "evaluate.batch_size": 4,
+    "sample.every": 10, "sample.max_new_tokens": 4, "checkpoint.every": 3, "log.every": 1,
 }  # fmt: skip
 KILLS_OF_A_RUN = 6
-SECONDS = {"end": 300, "stop": 30}  # within which a launch ends by itself, or stops on a signal
-
+SECONDS_TO_STOP = 30
 # Signals also count where this benchmark runs under nohup.
-_CHILD = """
+CHILD = """
 import resource, signal, sys
 largest_file = int(sys.argv.pop(1))
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -57,87 +48,75 @@ sys.exit(main.command())
 """
 
 
-class Launch:
-    """One process that trains in a run directory."""
-
-    def __init__(self, bench, folder, largest_file=0):
-        self.folder, self._output = folder, tempfile.TemporaryFile(dir=bench.scratch)
-        arguments = [str(largest_file), f"--workdir={folder}", *bench.arguments]
-        self.process = subprocess.Popen(
-            [sys.executable, "-u", "-c", _CHILD, *arguments],
-            env=bench.environment, stdout=self._output, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-
-    def output(self):
-        return os.pread(self._output.fileno(), 1 << 24, 0).decode(errors="replace")
-
-    def is_training(self):
-        """Wait for the first step; whether the process is still running."""
-        while self.process.poll() is None and "first step after" not in self.output():
-            time.sleep(0.01)
-        return self.process.poll() is None
-
-    def problems(self, expected, words="", seconds=SECONDS["end"]):
-        """Wait for the end. Returns a line unless the status is an expected one, with one line that
-        has these words where it is 2."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(seconds)
-        status, output = self.process.poll(), self.output()
-        self.process.kill()
-        errors = [line for line in output.splitlines() if line.startswith("efx: error: ")]
-        if status in expected and "Traceback" not in output:
-            if status != 2 or (len(errors) == 1 and words in errors[0]):
-                return []
-        end = "did not end" if status is None else f"ended with status {status}"
-        return [f"a launch {end}, expected {expected} {words}: {output.splitlines()[-4:]}"]
+class Lost(Exception):
+    """A run lost something, or a launch did not end as expected."""
 
 
 class Bench:
-    """The undisturbed run, and the command of all runs."""
+    """The command of all runs, and `expected`, the contents of an undisturbed one."""
 
-    def __init__(self, scratch, seed, steps):
+    def __init__(self, scratch, seed):
         self.scratch, self.rng, self.count = scratch, random.Random(seed), 0
-        text = scratch / "text.txt"
-        words = ["".join(self.rng.choices("abcdefgh", k=self.rng.randint(2, 6))) for _ in range(60)]
-        text.write_text(" ".join(self.rng.choices(words, k=3000)))
-        settings = {**SETTINGS, "steps": steps, "data.source": f"text:{text}"}
-        self.arguments = [f"--config={ROOT / 'configs/mod.py'}"]
-        self.arguments += [f"--config.{key}={value}" for key, value in settings.items()]
+        self.arguments = [f"--config={ROOT / 'configs/mod.py'}:smoke"]
+        self.arguments += [f"--config.{key}={value}" for key, value in SETTINGS.items()]
         self.environment = os.environ | {
             "PYTHONPATH": str(ROOT),
             "JAX_PLATFORMS": "cpu",
             "EFX_CACHE": str(scratch / "cache"),
             "EFX_COMPILE_CACHE": str(scratch / "compiled"),
         }
-        straight = self.folder()
-        launch = Launch(self, straight)
-        launch.is_training()
-        begin = time.monotonic()
-        if problems := launch.problems([0]):
-            raise UsageError(f"the undisturbed run: {problems[0]}")
-        self.seconds, self.expected = time.monotonic() - begin, contents(straight)
+        folder = self.folder()
+        process, started = self.launch(folder), time.monotonic()
+        check_end(process, [0])
+        self.seconds, self.expected = time.monotonic() - started, contents(folder)
+        self.metrics_bytes = (folder / "metrics.jsonl").stat().st_size
 
     def folder(self):
         self.count += 1
         return self.scratch / f"run{self.count}"
 
-    def disturbed(self, folder, **options):
-        """A launch at a random moment of its training, still running."""
-        launch = Launch(self, folder, **options)
-        if launch.is_training():
-            time.sleep(self.rng.uniform(0, self.seconds / (KILLS_OF_A_RUN + 2)))
-        return launch
+    def launch(self, folder, largest_file=0):
+        """Return a process that has trained a step in a run directory, or ended."""
+        command = [sys.executable, "-u", "-c", CHILD, str(largest_file), f"--workdir={folder}"]
+        log = open(f"{self.folder()}.log", "w+b")
+        process = subprocess.Popen(
+            [*command, *self.arguments], env=self.environment, stdout=log, stderr=log
+        )
+        process.log = pathlib.Path(log.name)
+        while process.poll() is None and b"first step after" not in process.log.read_bytes():
+            time.sleep(0.01)
+        return process
 
-    def finish(self, folder):
-        """The differences of a run, launched a last time, from the undisturbed one."""
-        if problems := Launch(self, folder).problems([0]):
-            return problems
+    def launch_until_random_moment(self, folder):
+        process = self.launch(folder)
+        time.sleep(self.rng.uniform(0, self.seconds / (KILLS_OF_A_RUN + 2)))
+        return process
+
+    def check_finished(self, folder):
+        """Launch a run a last time; it must then equal the undisturbed one."""
+        check_end(self.launch(folder), [0])
         found = contents(folder)
-        return [f"{folder}: other {name}" for name in found if found[name] != self.expected[name]]
+        changed = [name for name in found if found[name] != self.expected[name]]
+        if changed:
+            raise Lost(f"{folder}: other {', '.join(changed)}")
 
 
-def state_of(folder):
-    """{path: bytes} of the arrays in the newest checkpoint of a run."""
+def check_end(process, statuses, words="", seconds=300):
+    """Wait for the end; raise Lost for another status, or status 2 without one line of `words`."""
+    try:
+        status = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        status = "none"
+    lines = process.log.read_text(errors="replace").splitlines()
+    errors = [line for line in lines if line.startswith("efx: error: ")]
+    is_clear = status != 2 or (len(errors) == 1 and words in errors[0])
+    if status not in statuses or not is_clear or any("Traceback" in line for line in lines):
+        raise Lost(f"status {status}, expected {statuses} {words}: {lines[-4:]}")
+
+
+def contents(folder):
+    """Return {name: value} of what two equal runs have alike."""
     checkpoints = manifest.as_root(folder / "checkpoints")
     newest = checkpoints / str(manifest.finished_steps(checkpoints)[-1])
     manifest.verify(newest)
@@ -146,71 +125,61 @@ def state_of(folder):
         for path, leaf in arrays.read_metadata(newest).items()
     }
     state = arrays.read_state(newest, targets)
-    return {path: np.asarray(leaf).tobytes() for path, leaf in state.items()}
-
-
-def contents(folder):
-    """{name: value} of what two equal runs have alike."""
-    rows = [{k: v for k, v in row.items() if k not in OF_A_LAUNCH} for row in read_metrics(folder)]
+    rows, names = read_metrics(folder), ("step", "loss", "eval/loss")
     return {
-        "state": state_of(folder),
-        "metrics": json.dumps(rows),
+        "state": {path: np.asarray(leaf).tobytes() for path, leaf in state.items()},
+        "losses": [[row.get(name) for name in names] for row in rows],
         "samples": {path.name: path.read_bytes() for path in (folder / "samples").iterdir()},
     }
 
 
-def kills(bench, count):
-    problems, done = [], 0
-    while done < count and not problems:
+def kills(bench):
+    while bench.kills > 0:
         folder = bench.folder()
-        for _ in range(min(KILLS_OF_A_RUN, count - done)):
-            launch = bench.disturbed(folder)
-            if launch.process.poll() is None:
-                launch.process.kill()
-                launch.process.wait()
-                done += 1
-        problems += bench.finish(folder)
-    return problems
+        for _ in range(min(KILLS_OF_A_RUN, bench.kills)):
+            process = bench.launch_until_random_moment(folder)
+            bench.kills -= process.poll() is None
+            process.kill()
+            process.wait()
+        bench.check_finished(folder)
 
 
 def signals(bench):
     """One signal saves and stops; a second one, later than the same request repeated, ends."""
-    problems = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         folder = bench.folder()
         for times in (1, 2):
-            launch = bench.disturbed(folder)
-            launch.process.send_signal(number)
+            process = bench.launch_until_random_moment(folder)
+            process.send_signal(number)
             if times == 2:
                 time.sleep(1.1)
-                launch.process.send_signal(number)
+                process.send_signal(number)
             # A second signal may come when all is saved, or nothing listens any more.
-            expected = [0] if times == 1 else [0, 128 + number, -number]
-            problems += launch.problems(expected, seconds=SECONDS["stop"])
-        problems += bench.finish(folder)
-    return problems
+            statuses = [0] if times == 1 else [0, 128 + number, -number]
+            check_end(process, statuses, seconds=SECONDS_TO_STOP)
+        bench.check_finished(folder)
 
 
 def disks(bench):
     folder = bench.folder()
-    largest = len(bench.expected["metrics"]) // 2
-    problems = Launch(bench, folder, largest_file=largest).problems([2], "too large")
-    problems += bench.finish(folder)
+    process = bench.launch(folder, largest_file=bench.metrics_bytes // 2)
+    check_end(process, [2], "too large")
+    bench.check_finished(folder)
     folder, away = bench.folder(), bench.folder()
-    launch = bench.disturbed(folder)
+    process = bench.launch_until_random_moment(folder)
     folder.rename(away)
-    problems += launch.problems([2], str(folder), SECONDS["stop"])
+    check_end(process, [2], str(folder), SECONDS_TO_STOP)
     if manifest.finished_steps(manifest.as_root(folder / "checkpoints")):
-        problems.append(f"{folder}: a checkpoint in a directory that had vanished")
-    return problems + bench.finish(away)
+        raise Lost(f"{folder}: a checkpoint in a directory that had vanished")
+    bench.check_finished(away)
 
 
 def two_launches(bench):
     folder = bench.folder()
-    first = bench.disturbed(folder)
-    holder = f"in use by process {first.process.pid} on"
-    problems = Launch(bench, folder).problems([2], holder, SECONDS["stop"])
-    return problems + first.problems([0]) + bench.finish(folder)
+    first = bench.launch_until_random_moment(folder)
+    check_end(bench.launch(folder), [2], f"in use by process {first.pid} on")
+    check_end(first, [0])
+    bench.check_finished(folder)
 
 
 @command
@@ -218,23 +187,19 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=30, help="kills with -9 in all")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--steps", type=int, default=120, help="of a run")
     options = parser.parse_args(argv)
-    if options.steps < 20:
-        raise UsageError(f"--steps={options.steps}: must be at least 20")
-    is_lost = False
+    status = 0
     with tempfile.TemporaryDirectory(prefix="efx_crash_") as scratch:
-        bench = Bench(pathlib.Path(scratch), options.seed, options.steps)
-        for name, fault in {
-            f"{options.kills} kills with -9": lambda: kills(bench, options.kills),
-            "signals": lambda: signals(bench),
-            "disks": lambda: disks(bench),
-            "two launches": lambda: two_launches(bench),
-        }.items():
-            problems = fault()
-            is_lost |= bool(problems)
-            print("\n".join([f"{name}: {'LOST' if problems else 'nothing lost'}", *problems]))
-    return int(is_lost)
+        bench = Bench(pathlib.Path(scratch), options.seed)
+        bench.kills = options.kills
+        for fault in (kills, signals, disks, two_launches):
+            try:
+                fault(bench)
+                print(f"{fault.__name__}: nothing lost", flush=True)
+            except Lost as error:
+                status = 1
+                print(f"{fault.__name__}: LOST: {error}", flush=True)
+    return status
 
 
 if __name__ == "__main__":

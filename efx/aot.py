@@ -7,12 +7,12 @@ compiler's FLOPs and the collectives, and whether the run fits. Nothing runs: th
 (libtpu) and NVIDIA GPUs (JAX's CUDA plugin) need only a description of the device.
 """
 
+import collections
 import functools
 import json
 import math
 import os
 import re
-import time
 from importlib.util import find_spec
 
 import jax
@@ -36,9 +36,8 @@ GPUS = {
     "h100": ("NVIDIA H100 80GB HBM3", 84_942_979_072, 3_352_000_000_000),
     "h200": ("NVIDIA H200 141GB HBM3e", 151_397_597_184, 4_800_000_000_000),
 }
-# The part of a GPU's memory that JAX reserves without XLA_PYTHON_CLIENT_MEM_FRACTION.
-GPU_FRACTION = 0.75
 _EXAMPLES = "v5e:16x16, v5p:4x4x4, v6e:16x16, h100:1x8x8 (slices x hosts x GPUs), h200:1x1x8"
+_COLUMNS = ("needed", "arguments", "temporaries", "outputs", "code", "held")
 
 # XLA's description of a GPU (its protocol buffer `GpuTargetConfigProto`).
 _HOPPER = """
@@ -50,33 +49,18 @@ gpu_device_info {{
   device_vendor: "NVIDIA Corporation"
   platform_version: "Compute Capability 9.0a"
   cuda_compute_capability {{ major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }}
-  driver_version: "13.0.0"
-  runtime_version: "12.8.0"
-  compile_time_toolkit_version: "12.8.0"
-  dnn_version: "9.10.0"
-  core_count: 132
-  fpus_per_core: 128
-  clock_rate_ghz: 1.98
-  device_memory_size: {memory}
-  memory_bandwidth: {bandwidth}
-  pcie_bandwidth: 34359738368
-  l2_cache_size: 52428800
-  ecc_enabled: true
-  device_address_bits: 64
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
+  driver_version: "13.0.0" runtime_version: "12.8.0"
+  compile_time_toolkit_version: "12.8.0" dnn_version: "9.10.0"
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  device_memory_size: {memory} memory_bandwidth: {bandwidth}
+  pcie_bandwidth: 34359738368 l2_cache_size: 52428800
+  ecc_enabled: true device_address_bits: 64
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
   shared_memory_per_core: 233472
-  registers_per_block_limit: 65536
-  registers_per_core_limit: 65536
-  threads_per_warp: 32
-  threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
+  registers_per_block_limit: 65536 registers_per_core_limit: 65536
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
 }}
 """
 
@@ -93,6 +77,7 @@ def compile_and_report(config, topology_name, *, vocab_size=None, workdir=None, 
     devices, limit = describe(topology_name)
     e = setup.without_text(config, vocab_size, devices)
     one_device = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), devices[:1])
+    show = (lambda *lines: None) if as_json else functools.partial(print, flush=True, sep="\n")
     # Kernels are chosen by the platform of the default device and of the mesh.
     with jax.default_device(devices[0]):
         with jax.set_mesh(one_device):
@@ -109,16 +94,22 @@ def compile_and_report(config, topology_name, *, vocab_size=None, workdir=None, 
             "advice": training.advice(),
             "programs": [],
         }
-        if not as_json:
-            print(_head(report), flush=True)
+        show(*_head(report))
         for name, *program in _programs(e, training, one_device):
             found = {"name": name, **_compile(name, *program)}
             report["programs"].append(found)
-            if not as_json:
-                print(_lines(found), flush=True)
+            show(*_lines(found))
     report["needed"] = max(found["needed"] for found in report["programs"])
     report["fits"] = report["needed"] <= limit
-    print(json.dumps(report) if as_json else _verdict(report))
+    show(
+        "",
+        "cost: the compiler's count, without attention kernels. A loop, such as that over scanned",
+        "layers, counts once in it and in the collectives.",
+        f"{'fits' if report['fits'] else 'does not fit'}: needs "
+        f"{memory.in_words(report['needed'])} of {memory.in_words(limit)} a device",
+    )
+    if as_json:
+        print(json.dumps(report))
 
 
 def _vocab_size(config, workdir):
@@ -201,7 +192,6 @@ def _replicated(shapes, mesh):
 
 def _compile(name, mesh, rules, trace, arguments, held):
     """Compile a program; returns bytes and FLOPs of one device, collectives and kernels."""
-    started = time.monotonic()
     try:
         with sharding.use(mesh, rules), kernels.recorded_choices() as choices:
             lowered = trace().lower()
@@ -216,12 +206,12 @@ def _compile(name, mesh, rules, trace, arguments, held):
         raise UsageError(f"{name}: not compiled: {type(error).__name__}: {reason}") from error
     needs = compiled.memory_analysis()
     used = needs.argument_size_in_bytes
-    # The program omits arguments that it does not use; they stay in memory.
     parts = {
         "arguments": used,
         "temporaries": needs.temp_size_in_bytes,
         "outputs": needs.output_size_in_bytes - needs.alias_size_in_bytes,
         "code": needs.generated_code_size_in_bytes,
+        # The program omits arguments that it does not use; they stay in memory.
         "held": held + max(0, memory.on_each_device(arguments) - used),
     }
     return {
@@ -230,18 +220,16 @@ def _compile(name, mesh, rules, trace, arguments, held):
         "flops": (compiled.cost_analysis() or {}).get("flops"),
         "collectives": collectives(compiled.as_text()),
         "attention": [record["kernel"] for record in kernels.as_records(choices)],
-        "seconds": time.monotonic() - started,
     }
 
 
 def bytes_refused(message):
     """Return the bytes that a program would need, from the compiler's error; None for others."""
     # "Used 17.90G of 15.75G hbm", or "... HLO temporaries (1.17T) exceeds available HBM (15.75G)"
-    pattern = r"Used ([\d.]+)([KMGT]?) of|HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds"
+    pattern = r"(?:Used |HLO temporaries \()([\d.]+)([KMGT]?)(?: of|\) exceeds)"
     if not (match := re.search(pattern, message)):
         return None
-    number, unit = match[1] or match[3], match[2] or match[4]
-    return int(float(number) * 1024 ** " KMGT".index(unit or " "))
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2] or " "))
 
 
 _COLLECTIVE = re.compile(
@@ -256,51 +244,48 @@ def collectives(text):
 
     Loop bodies count once.
     """
-    found, computation = {}, ""
+    sizes, computation = collections.defaultdict(dict), ""
     for i, line in enumerate(text.splitlines()):
         if line.endswith("{"):
             computation = line.split(" ", 1)[0]
-        if not (match := _COLLECTIVE.search(line)):
-            continue
-        result, kind = match.groups()
-        # A TPU's reduce-scatter is a fusion around an all-reduce.
-        kind = "reduce-scatter" if computation.startswith("%all-reduce-scatter") else kind
-        size = 0
-        for bits, shape in _ARRAY.findall(result):
-            size += math.prod(int(n) for n in shape.split(",") if n) * int(bits or 8) // 8
-        # All parts of an asynchronous collective have one channel.
-        channel = re.search(r"channel_id=(\d+)", line)
-        found[kind, channel[1] if channel else f"line {i}"] = size
-    kinds = sorted({kind for kind, _ in found})
-    sizes = {kind: [size for (other, _), size in found.items() if other == kind] for kind in kinds}
-    return {kind: {"count": len(each), "bytes": sum(each)} for kind, each in sizes.items()}
+        if match := _COLLECTIVE.search(line):
+            result, kind = match.groups()
+            # A TPU's reduce-scatter is a fusion around an all-reduce.
+            kind = "reduce-scatter" if computation.startswith("%all-reduce-scatter") else kind
+            # All parts of an asynchronous collective have one channel.
+            channel = re.search(r"channel_id=\d+", line)
+            sizes[kind][channel[0] if channel else i] = sum(
+                math.prod(int(n) for n in shape.split(",") if n) * int(bits or 8) // 8
+                for bits, shape in _ARRAY.findall(result)
+            )
+    return {
+        kind: {"count": len(each), "bytes": sum(each.values())}
+        for kind, each in sorted(sizes.items())
+    }
 
 
 # ---- text ----------------------------------------------------------------------------------------
 
-_COLUMNS = ("needed", "arguments", "temporaries", "outputs", "code", "held")
-
 
 def _head(r):
     mesh = ", ".join(f"{axis} {size}" for axis, size in r["mesh"].items()) or "one device"
-    nominal = r["nominal_flops"]
-    lines = [
-        f"{r['topology']}: {r['devices']} x {r['device']}, {_gib(r['device_memory'])} each; "
+    nominal, count = r["nominal_flops"], r["devices"]
+    return [
+        f"{r['topology']}: {count} x {r['device']}, {memory.in_words(r['device_memory'])} each; "
         f"mesh {mesh}",
         *filter(None, [r["advice"]]),
         f"{quantity(r['parameters'], 'parameters')}; nominal cost of a step of "
         f"{quantity(r['tokens'])} tokens: {quantity(nominal, 'FLOPs')}, "
-        f"{quantity(nominal / r['devices'], 'FLOPs')} a device",
+        f"{quantity(nominal / count, 'FLOPs')} a device",
         "",
         f"{'on each device':32}{''.join(f'{title:>13}' for title in (*_COLUMNS, 'cost'))}",
     ]
-    return "\n".join(lines)
 
 
 def _lines(program):
-    sizes = [memory.in_words(int(program[key])) if key in program else "?" for key in _COLUMNS]
-    cost = quantity(program["flops"], "FLOPs") if program.get("flops") else "?"
-    lines = [f"{program['name']:32}{''.join(f'{text:>13}' for text in (*sizes, cost))}"]
+    cells = [memory.in_words(int(program[key])) if key in program else "?" for key in _COLUMNS]
+    cells.append(quantity(program["flops"], "FLOPs") if program.get("flops") else "?")
+    lines = [f"{program['name']:32}{''.join(f'{cell:>13}' for cell in cells)}"]
     if "attention" in program:
         moved = [
             f"{kind} x {entry['count']} ({memory.in_words(entry['bytes'])})"
@@ -308,78 +293,51 @@ def _lines(program):
         ]
         lines.append(f"    attention: {', '.join(program['attention'])}")
         lines.append(f"    collectives: {', '.join(moved) or 'none'}")
-    return "\n".join(lines)
-
-
-def _verdict(r):
-    needed, limit = r["needed"], r["device_memory"]
-    text = f"needs {_gib(needed)} of {_gib(limit)} a device"
-    lines = [
-        "",
-        "cost: the compiler's count, without attention kernels. A loop, such as that over scanned",
-        "layers, counts once in it and in the collectives.",
-    ]
-    if not r["fits"]:
-        return "\n".join([*lines, f"does not fit: {text}, {_gib(needed - limit)} too much"])
-    if r["topology"].partition(":")[0] in GPUS and needed > GPU_FRACTION * limit:
-        text += (
-            f"; but JAX reserves only {GPU_FRACTION:.0%} of a GPU's memory: set "
-            f"XLA_PYTHON_CLIENT_MEM_FRACTION to at least {needed / limit + 0.01:.2f}"
-        )
-    return "\n".join([*lines, f"fits: {text}"])
-
-
-def _gib(count):
-    return f"{count / GIB:.2f} GiB"
+    return lines
 
 
 # ---- topologies ----------------------------------------------------------------------------------
 
 
 def describe(name):
-    """Return (described devices, bytes of memory of each) of a topology such as "v5e:16x16".
+    """Return (described devices, usable bytes of memory of each) of a topology, "v5e:16x16".
 
     Raises: UsageError if there is none of this name, or its compiler is not installed.
     """
-    match = re.fullmatch(r"(\w+):([1-9]\d*(?:x[1-9]\d*)*)", name)
-    if not match:
-        raise UsageError(f"--topology={name}: expected CHIP:SIZES, such as {_EXAMPLES}")
-    chip, sizes = match.groups()
-    if chip not in (*TPUS, *GPUS):
-        known = (*TPUS, *GPUS)
-        raise UsageError(
-            f"--topology={name}: {chip} is not one of {', '.join(known)}{nearest(chip, known)}"
-        )
-    if chip in GPUS and sizes.count("x") != 2:
-        raise UsageError(
-            f"--topology={name}: expected slices x hosts x GPUs a host, as in {chip}:1x8x8"
-        )
-    compiler = "tpu" if chip in TPUS else "cuda12"
+    chip, _, sizes = name.partition(":")
+    numbers = r"[1-9]\d*(x[1-9]\d*)+" if chip in TPUS else r"[1-9]\d*(x[1-9]\d*){2}"
+    if chip not in (*TPUS, *GPUS) or not re.fullmatch(numbers, sizes):
+        hint = nearest(chip, (*TPUS, *GPUS))
+        raise UsageError(f"--topology={name}: expected CHIP:SIZES, such as {_EXAMPLES}{hint}")
     try:
-        if chip in TPUS and find_spec("libtpu") is None:
-            raise NotImplementedError
-        found = _tpus(name) if chip in TPUS else _gpus(chip, sizes)
+        found, limit = _tpus(name) if chip in TPUS else _gpus(chip, sizes)
     except NotImplementedError as error:
+        compiler = extra("tpu" if chip in TPUS else "cuda12")
         raise UsageError(
-            f"--topology={name}: its compiler is not installed; install {extra(compiler)}"
+            f"--topology={name}: its compiler is not installed; install {compiler}"
         ) from error
-    except Exception as error:
+    except Exception as error:  # of the compilers
         reason = " ".join(str(error).split())
         raise UsageError(f"--topology={name}: {reason}; use sizes such as {_EXAMPLES}") from error
-    return tuple(found.devices), int(TPUS[chip] if chip in TPUS else GPUS[chip][1])
+    return tuple(found.devices), int(limit)
 
 
 def _tpus(name):
+    if find_spec("libtpu") is None:
+        raise NotImplementedError
     # Without these, libtpu looks for a TPU and its metadata server, and locks out other processes.
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ["TPU_ACCELERATOR_TYPE"] = "v5litepod-16"
     os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
-    return topologies.get_topology_desc(platform="tpu", topology_name=name)
+    found = topologies.get_topology_desc(platform="tpu", topology_name=name)
+    return found, TPUS[name.partition(":")[0]]
 
 
 def _gpus(chip, sizes):
     name, size, bandwidth = GPUS[chip]
     target = _HOPPER.format(name=name, memory=size, bandwidth=bandwidth)
     jax.local_devices()  # registers the plugins
-    return topologies.get_topology_desc(platform="cuda", target_config=target, topology=sizes)
+    found = topologies.get_topology_desc(platform="cuda", target_config=target, topology=sizes)
+    # JAX reserves a part of a GPU's memory.
+    return found, size * float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))

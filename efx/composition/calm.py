@@ -17,35 +17,37 @@ from efx.errors import UsageError
 BASE = "base"  # the anchor's own domain, in the table
 
 
-def run(study):
-    """Make the runs of one seed; returns {row: {domain: held-out loss}}."""
+def plan(study):
+    """Add the runs of one seed."""
     if BASE in study.domains:
         raise UsageError(
             f"--domain={BASE}=...: this name is taken by the anchor's own domain; use another"
         )
-    domains = dict(study.domains)
     anchor = study.run("anchor", "", study.base)
-    singles = {
-        name: study.run(f"augment_{name}", "augment", source) for name, source in domains.items()
-    }
-    runs = {BASE: "anchor", **{name: f"augment_{name}" for name in domains}}
-    study.domains = {BASE: study.base, **domains}
-    mixture = study.mixture(runs)
-    study.run("finetune", "finetune", mixture, **{"init.run": anchor})
-    members = {"model.anchor": anchor, "model.augment": tuple(singles.values())}
-    study.run("bridge", "bridge", mixture, **members)
-    rows = {"anchor": study.row("anchor")}
-    for name in domains:
-        rows[f"model of {name}"] = study.row(f"augment_{name}")
-    best_losses = {name: min(row[name] for row in rows.values()) for name in study.domains}
-    rows["best single"] = study_lib.losses(best_losses)
-    rows["anchor, trained on with the mixture"] = study.row("finetune")
-    rows["bridges on the mixture (CALM)"] = study.row("bridge")
-    return rows
+    augment = [
+        study.run(f"augment_{name}", "augment", source) for name, source in study.domains.items()
+    ]
+    study.mixed = list(study.runs)
+    study.domains = {BASE: study.base, **study.domains}
+    study.run("finetune", "finetune", study.mixture, **{"init.run": anchor})
+    members = {"model.anchor": anchor, "model.augment": tuple(augment)}
+    study.run("bridge", "bridge", study.mixture, **members)
+
+
+def rows(study):
+    """Return {row: {domain: held-out loss}}."""
+    losses = {"anchor": study.row("anchor")}
+    for name in list(study.domains)[1:]:
+        losses[f"model of {name}"] = study.row(f"augment_{name}")
+    best = {domain: min(row[domain] for row in losses.values()) for domain in study.domains}
+    losses["best single"] = best
+    losses["anchor, trained on with the mixture"] = study.row("finetune")
+    losses["bridges on the mixture (CALM)"] = study.row("bridge")
+    return losses
 
 
 def main(argv=None):
-    return study_lib.main("calm", __doc__, run, argv)
+    return study_lib.main("calm", __doc__, plan, rows, argv)
 
 
 if __name__ == "__main__":

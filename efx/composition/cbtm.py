@@ -21,53 +21,39 @@ from efx.studies import runs as runs_lib
 from efx.studies.runs import Run
 
 
-@dataclasses.dataclass(frozen=True)
-class Stages:
-    """The runs of one ensemble; runs of one stage do not depend on each other."""
-
-    cluster: tuple
-    seed: tuple  # empty if there is a seed model already
-    experts: tuple
-    evaluate: tuple
-
-    def all(self):
-        return [*self.cluster, *self.seed, *self.experts, *self.evaluate]
-
-
 def make_stages(source, workdir, extra=(), seed_run=""):
-    """Return the Stages of a config and overrides.
+    """Return lists of Runs: [clustering], [seed model], experts, [evaluation].
+
+    Runs of one list do not depend on each other.
 
     Args:
+      extra: arguments of every run.
       seed_run: run directory of a finished seed model; "": it is trained in WORKDIR/seed.
     """
     workdir = pathlib.Path(workdir)
-    seed = pathlib.Path(seed_run) if seed_run else workdir / SEED
+    seed = seed_run or workdir / SEED
 
     def whole(title, mode):
         arguments = (f"--config={source}", f"--mode={mode}", f"--workdir={workdir}", *extra)
         return Run(f"{title} of {workdir.name}", workdir, arguments)
 
-    cluster = whole("clusters", "cluster")
-    config = cluster.config()
+    clustering = whole("clusters", "cluster")
+    config = clustering.config()
     (total, seed_steps, expert_steps), count = budget(config), config.cluster.count
     if seed_steps < 1 or expert_steps < 1:
         raise UsageError(
             f"config.steps={total}: too few for a seed model ({seed_steps} steps) and {count} "
             f"experts ({expert_steps} steps each); use more"
         )
+    seed_model = train_run(f"seed model of {workdir.name}", source, seed, extra, seed_steps)
     experts = []
     for j in range(count):
-        own = [f"--config.init.run={seed}", f"--config.data.subset={documents_file(workdir, j)}"]
+        subset = f"--config.data.subset={documents_file(workdir, j)}"
+        own, folder = [*extra, f"--config.init.run={seed}", subset], expert_folder(workdir, j)
         title = f"expert {j} of {workdir.name}"
-        folder = expert_folder(workdir, j)
-        experts.append(train_run(title, source, folder, [*extra, *own], expert_steps))
-    seed_model = train_run(f"seed model of {workdir.name}", source, seed, extra, seed_steps)
-    return Stages(
-        cluster=(cluster,),
-        seed=() if seed_run else (seed_model,),
-        experts=tuple(experts),
-        evaluate=(whole("evaluation", "evaluate"),),
-    )
+        experts.append(train_run(title, source, folder, own, expert_steps))
+    evaluation = whole("evaluation", "evaluate")
+    return [clustering], [] if seed_run else [seed_model], experts, [evaluation]
 
 
 def budget(config):
@@ -93,13 +79,13 @@ def train_run(title, source, folder, extra, steps):
 
 def study(arguments):
     """Run all stages, or print their commands."""
-    extra = arguments.extra
-    stages = make_stages(arguments.config, arguments.workdir, extra, arguments.seed_run)
-    runs_lib.check([*stages.seed, *stages.experts], extra)
+    stages = make_stages(arguments.config, arguments.workdir, arguments.extra, arguments.seed_run)
+    _, seed_model, experts, _ = stages
+    runs_lib.check([*seed_model, *experts], arguments.extra)
     if arguments.print_commands:
-        return runs_lib.print_commands(stages.all())
-    for stage in (stages.cluster, stages.seed, stages.experts, stages.evaluate):
-        runs_lib.run_all(stage, max(1, min(arguments.jobs, len(stage))))
+        return runs_lib.print_commands(sum(stages, []))
+    for runs in stages:
+        runs_lib.run_all(runs, arguments.jobs if len(runs) > 1 else 1)
 
 
 def main(argv=None):

@@ -25,23 +25,22 @@ DENSE, SEED_MODEL = "one model on everything", "seed model"
 
 
 def plan_of_seed(arguments, seed):
-    """Return (Run on everything, Run of the seed model, {name of an ensemble: Stages})."""
-    workdir = pathlib.Path(arguments.workdir)
+    """Return (Run on everything, Run of the seed model, {name of an ensemble: its stages})."""
+    workdir, source = pathlib.Path(arguments.workdir), arguments.config
     extra = [*arguments.extra, f"--config.seed={seed}"]
-    whole = Run(DENSE, workdir, (f"--config={arguments.config}", f"--workdir={workdir}", *extra))
+    whole = Run(DENSE, workdir, (f"--config={source}", f"--workdir={workdir}", *extra))
     total, seed_steps, _ = cbtm.budget(whole.config())
 
-    def train(title, name, steps):
-        folder = workdir / f"{name}-seed{seed}"
-        return cbtm.train_run(f"{title}, seed {seed}", arguments.config, folder, extra, steps)
+    def folder(name):
+        return workdir / f"{name}-seed{seed}"
 
-    dense, seed_run = train(DENSE, "dense", total), train(SEED_MODEL, "seed_model", seed_steps)
+    dense = cbtm.train_run(f"{DENSE}, seed {seed}", source, folder("dense"), extra, total)
+    title = f"{SEED_MODEL}, seed {seed}"
+    seed_run = cbtm.train_run(title, source, folder("seed_model"), extra, seed_steps)
 
     def ensemble(name, count, *settings):
         own = [f"--config.cluster.count={count}", f"--config.ensemble.top_k={min(2, count)}"]
-        folder = workdir / f"{name}-seed{seed}"
-        settings = [*extra, *own, *settings]
-        return cbtm.make_stages(arguments.config, folder, settings, seed_run.folder)
+        return cbtm.make_stages(source, folder(name), [*extra, *own, *settings], seed_run.folder)
 
     ensembles = {
         f"{count} cluster" + "s" * (count > 1): ensemble(f"k{count}", count)
@@ -54,31 +53,22 @@ def plan_of_seed(arguments, seed):
 
 
 def evaluate(plan, seed):
-    """Return one row for each model and mixture of a seed."""
-    from efx.composition import evaluation
+    """Return a DataFrame with a row for each model and mixture of a seed."""
     from efx.composition.ensemble import Ensemble
+    from efx.composition.evaluation import score
 
-    (dense, seed_run, ensembles), rows = plan, []
-
-    def add(name, row):
-        columns = [column for column in row if not column.startswith(("cluster ", "tokens"))]
-        rows.append({"name": name, "seed": seed} | {column: row[column] for column in columns})
-
-    others = {DENSE: dense.folder, SEED_MODEL: seed_run.folder}
-    for name, stages in ensembles.items():
-        (run,) = stages.evaluate
-        config = run.config()
-        scores, _ = evaluation.score(Ensemble(config, run.folder), config, others)
-        evaluation.write(run.folder, scores)
-        for model in others:
-            add(model, scores[model])
+    dense, seed_run, ensembles = plan
+    others, parts = {DENSE: (dense.folder, None), SEED_MODEL: (seed_run.folder, None)}, []
+    for name, (_, _, experts, (evaluation,)) in ensembles.items():
+        table = score(Ensemble(evaluation.config(), evaluation.folder), others)
+        table = table.drop(columns=[column for column in table if column.startswith("cluster ")])
+        names = {row: f"{name}, {row}" for row in table.index}
+        names = {row: names[row] for row in names if row.startswith(("top", "uniform", "oracle"))}
+        if len(experts) == 1:  # then all mixtures are equal
+            names = {"top 1": name}
+        parts += [table.loc[list(others)], table.loc[list(names)].rename(names)]
         others = {}  # evaluated once a seed
-        for mixture, row in scores.items():
-            if config.cluster.count == 1 and mixture == "top 1":
-                add(name, row)
-            elif config.cluster.count > 1 and mixture.startswith(("top", "uniform", "oracle")):
-                add(f"{name}, {mixture}", row)
-    return rows
+    return pd.concat(parts).assign(seed=seed).rename_axis("name").reset_index()
 
 
 def study(arguments):
@@ -86,19 +76,19 @@ def study(arguments):
     arguments.clusters = cli.numbers("--clusters", arguments.clusters)
     seeds = cli.numbers("--seeds", arguments.seeds)
     plans = {seed: plan_of_seed(arguments, seed) for seed in seeds}
-    independent = [run for dense, seed_run, _ in plans.values() for run in (seed_run, dense)]
+    single = [run for dense, seed_run, _ in plans.values() for run in (seed_run, dense)]
     stages = [stages for *_, ensembles in plans.values() for stages in ensembles.values()]
-    clusters = [run for stage in stages for run in stage.cluster]
-    experts = [run for stage in stages for run in stage.experts]
-    runs_lib.check([*independent, *experts], arguments.extra)
+    clusterings = [run for clustering, *_ in stages for run in clustering]
+    experts = [run for _, _, experts, _ in stages for run in experts]
+    runs_lib.check([*single, *experts], arguments.extra)
     if arguments.print_commands:
-        return runs_lib.print_commands([*clusters, *independent, *experts])
-    for runs in (clusters, independent, experts):
+        return runs_lib.print_commands([*clusterings, *single, *experts])
+    for runs in (clusterings, single, experts):
         runs_lib.run_all(runs, arguments.jobs)
-    rows = pd.DataFrame([row for seed, plan in plans.items() for row in evaluate(plan, seed)])
+    table = pd.concat([evaluate(plan, seed) for seed, plan in plans.items()])
     folder = io.folder(arguments.workdir)
-    rows.to_csv(folder / "table.csv", index=False)
-    text = tables.means_markdown(rows) + f"\nCommand: `{arguments.command}`\n"
+    table.to_csv(folder / "table.csv", index=False)
+    text = tables.means_markdown(table) + f"\nCommand: `{arguments.command}`\n"
     io.write_atomic(folder / "table.md", text)
     print(text)
 

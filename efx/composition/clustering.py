@@ -6,9 +6,7 @@ equal size. A new text belongs to the nearest centre.
 """
 
 import dataclasses
-import functools
 import json
-import pathlib
 import re
 
 import numpy as np
@@ -16,8 +14,6 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from efx import io
-from efx.config.run import ClusterConfig
-from efx.config.schema import make
 from efx.data.disk_cache import content_key
 from efx.errors import UsageError, extra
 
@@ -33,13 +29,12 @@ except ImportError as error:
     ) from None
 
 ARRAYS, ABOUT = "clustering.safetensors", "clustering.json"
-_WORD = re.compile(r"\b\w\w+\b")
-_NUMBER = "#NUMBER"
 
 
 def words(text):
-    """Return the words of a text, in lower case, without English stop words."""
-    normalised = (_NUMBER if word[0].isdigit() else word for word in _WORD.findall(text.lower()))
+    """Return the words of a text in lower case, without English stop words."""
+    found = re.findall(r"\b\w\w+\b", text.lower())
+    normalised = ("#NUMBER" if word[0].isdigit() else word for word in found)
     return [word for word in normalised if word not in ENGLISH_STOP_WORDS]
 
 
@@ -48,121 +43,92 @@ class Clustering:
     """k centres in the space of embedded texts.
 
     Attributes:
-      centres: float32[k, R].
-      vocabulary: the words of the tf-idf. idf: float32[words]. components: float32[R, words].
-      about: JSON-able facts; "documents" is the key of the clustered documents.
+      tfidf: a fitted TfidfVectorizer.
+      components: [R, words]. centres: float32[k, R].
+      about: JSON-able facts about the clustered documents.
     """
 
-    vocabulary: list
-    idf: np.ndarray
+    tfidf: TfidfVectorizer
     components: np.ndarray
     centres: np.ndarray
-    about: dict
-
-    @property
-    def count(self):
-        return len(self.centres)
-
-    @functools.cached_property
-    def _tfidf(self):
-        tfidf = TfidfVectorizer(analyzer=words, vocabulary=self.vocabulary)
-        tfidf.idf_ = self.idf.astype(np.float64)
-        return tfidf
-
-    def embed(self, texts):
-        """Return float32[n, R], rows of length one; zeros for a text without known words."""
-        return _embed(self._tfidf.transform(texts), self.components)
+    about: dict = dataclasses.field(default_factory=dict)
 
     def distances(self, texts):
-        """Return float32[n, k], squared distances of the embedded texts from the centres."""
-        return euclidean_distances(self.embed(texts), self.centres, squared=True)
+        """Return float32[n, k]: squared distances of the embedded texts from the centres."""
+        embedded = _embed(self.tfidf.transform(texts), self.components)
+        return euclidean_distances(embedded, self.centres, squared=True)
 
     def save(self, folder):
         """Write the two files into an existing directory."""
-        arrays = {"idf": self.idf, "components": self.components, "centres": self.centres}
-        save_file(arrays, str(pathlib.Path(folder) / ARRAYS))
-        about = {"vocabulary": self.vocabulary, **self.about}
-        (pathlib.Path(folder) / ABOUT).write_text(json.dumps(about, indent=1) + "\n", "utf-8")
+        arrays = {"idf": self.tfidf.idf_, "components": self.components, "centres": self.centres}
+        save_file(arrays, str(folder / ARRAYS))
+        about = {"vocabulary": self.tfidf.get_feature_names_out().tolist(), **self.about}
+        (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", "utf-8")
 
     @classmethod
     def load(cls, folder):
-        """Read a clustering; UsageError if there is none, or it is damaged."""
-        folder = pathlib.Path(folder)
-        for name in (ARRAYS, ABOUT):
-            if not (folder / name).is_file():
-                raise UsageError(f"{folder} has no clustering (no {name}): run --mode=cluster")
+        """Read a clustering; UsageError if it is missing or damaged."""
         try:
-            about = io.read_json(folder / ABOUT)
-            return cls(about.pop("vocabulary"), **load_file(str(folder / ARRAYS)), about=about)
-        except (ValueError, TypeError, KeyError, SafetensorError) as error:
+            about, arrays = io.read_json(folder / ABOUT), load_file(str(folder / ARRAYS))
+            tfidf = TfidfVectorizer(analyzer=words, vocabulary=about.pop("vocabulary"))
+            tfidf.idf_ = arrays["idf"]
+            return cls(tfidf, arrays["components"], arrays["centres"], about)
+        except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
             raise UsageError(
-                f"the clustering in {folder} is damaged: delete it and run --mode=cluster again"
+                f"{folder}: its clustering is missing or damaged; delete this directory and run "
+                "--mode=cluster"
             ) from error
 
 
-def _embed(tfidf, components):
-    return normalize(tfidf @ components.T.astype(np.float64)).astype(np.float32)
+def _embed(sparse, components):
+    """Return float32[n, R], rows of length one; zeros for a text without known words."""
+    return normalize(sparse @ components.T.astype(np.float64)).astype(np.float32)
 
 
 def fit_clustering(texts, config, seed):
-    """Cluster texts by a `config.cluster` block; returns (Clustering, labels int[n]).
+    """Cluster texts by `config.cluster`; returns (Clustering, labels int[n]).
 
     The clusters of the fitted texts have equal sizes (floor or ceiling of n / k). Texts beyond
     `config.fit_documents` join the nearest centre.
     """
-    config = make(ClusterConfig, config)
-    n, k = len(texts), config.count
-    if n < k:
+    k, fit_count = config.count, min(len(texts), config.fit_documents)
+    if fit_count < k:
         raise UsageError(
-            f"config.cluster.count={k}: there are {n} different training documents; use fewer "
-            "clusters, or a smaller config.data.document_bytes"
-        )
-    if config.fit_documents < k:
-        raise UsageError(
-            f"config.cluster.fit_documents={config.fit_documents}: must be at least "
-            f"config.cluster.count={k}"
+            f"config.cluster.count={k}: there are {fit_count} different training documents to fit; "
+            "use fewer clusters, or a smaller config.data.document_bytes"
         )
     state = int(content_key("clusters", seed)[:8], 16)
     rng = np.random.default_rng(state)
-    fitted = np.sort(rng.permutation(n)[: config.fit_documents])
-    min_documents = min(config.min_documents, len(fitted))
-    tfidf = TfidfVectorizer(analyzer=words, max_features=config.features, min_df=min_documents)
+    fitted = np.sort(rng.permutation(len(texts))[:fit_count])
+    minimum = config.min_documents
+    tfidf = TfidfVectorizer(analyzer=words, max_features=config.features, min_df=minimum)
     try:
         sparse = tfidf.fit_transform([texts[i] for i in fitted])
-    except ValueError:
-        sparse = None  # no word is frequent enough
-    if sparse is None or sparse.shape[1] < 2:
+        svd = TruncatedSVD(min(config.dimensions, *sparse.shape), random_state=state).fit(sparse)
+    except ValueError as error:
         raise UsageError(
-            f"config.cluster.min_documents={config.min_documents}: fewer than two words occur in "
-            f"so many of the {len(fitted)} documents; use a smaller number"
-        )
-    dimensions = min(config.dimensions, *sparse.shape)
-    svd = TruncatedSVD(dimensions, random_state=state).fit(sparse)
+            f"config.cluster.min_documents={minimum}: fewer than two words occur in so many of the "
+            f"{fit_count} documents; use a smaller number"
+        ) from error
     embedded = _embed(sparse, svd.components_)
-    if config.method == "random":
-        fitted_labels = rng.permutation(np.arange(len(fitted)) % k)
-    elif k == 1:
-        fitted_labels = np.zeros(len(fitted), np.int64)
+    is_random = config.method == "random"
+    if is_random or k == 1:
+        fitted_labels = rng.permutation(np.arange(fit_count) % k)
     else:
         kmeans = KMeansConstrained(
             k,
-            size_min=len(fitted) // k,
-            size_max=-(-len(fitted) // k),
+            size_min=fit_count // k,
+            size_max=-(-fit_count // k),
             n_init=config.restarts,
             max_iter=config.iterations,
             random_state=state % 2**31,
             n_jobs=1,
         )
         fitted_labels = kmeans.fit_predict(embedded.astype(np.float64))
-    clustering = Clustering(
-        tfidf.get_feature_names_out().tolist(),
-        tfidf.idf_.astype(np.float32),
-        np.ascontiguousarray(svd.components_, np.float32),
-        np.stack([embedded[fitted_labels == j].mean(0) for j in range(k)]),
-        {"dimensions": dimensions, "method": config.method},
-    )
-    if config.method == "random":
-        labels = rng.permutation(np.arange(n) % k)
+    centres = np.stack([embedded[fitted_labels == j].mean(0) for j in range(k)])
+    clustering = Clustering(tfidf, np.ascontiguousarray(svd.components_, np.float32), centres)
+    if is_random:
+        labels = rng.permutation(np.arange(len(texts)) % k)
     else:
         labels = clustering.distances(texts).argmin(1)
     labels[fitted] = fitted_labels

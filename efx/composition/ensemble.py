@@ -10,42 +10,32 @@ import dataclasses
 import pathlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from scipy.special import log_softmax
 
-from efx import io, models, run_dir
-from efx.checkpoint import fingerprint, manifest, restore_params
+from efx import io, run_dir
 from efx.composition import CLUSTERS, SEED, documents_file, expert_folder
 from efx.composition.clustering import Clustering
 from efx.config import schema
 from efx.config.load import config_of_run, to_config
-from efx.data import load_tokenizer
 from efx.data.subset import Subset
 from efx.errors import UsageError, warn
-from efx.run_dir import TOKENIZER_FILE
 from efx.train import setup
 
-# Settings that all experts share. Those of `remat`, `chunk` and `kernel` only change the speed.
-_SHARED = r"model\.(?!(remat|attention\.(chunk|kernel))$).*|adapter\..*|data\.seq_len"
+# Settings that all experts share: the mixture is computed token by token.
+_SHARED = r"(model|adapter)\..*|data\.(seq_len|packing)"
 
 
 def log_weights(distances_BE, tau, top_k):
     """Return log w [B, E] of squared distances; -inf for experts outside the top k.
 
-    Of equally near experts the first are chosen.
+    Of equally near experts the first are selected.
     """
     scores_BE = -np.asarray(distances_BE, np.float32) / np.float32(tau)
     best_BC = np.argsort(-scores_BE, axis=-1, kind="stable")[:, :top_k]
     kept_BE = np.full_like(scores_BE, -np.inf)
     np.put_along_axis(kept_BE, best_BC, np.take_along_axis(scores_BE, best_BC, -1), -1)
     return log_softmax(kept_BE, axis=-1)
-
-
-def mix_logits(logits_BEV, log_weights_BE):
-    """Return log p [B, V] of the next token, from the experts' logits."""
-    log_probs_BEV = jax.nn.log_softmax(logits_BEV.astype(jnp.float32), axis=-1)
-    return jax.nn.logsumexp(log_probs_BEV + log_weights_BE[:, :, None], axis=1)
 
 
 class Ensemble:
@@ -60,7 +50,8 @@ class Ensemble:
     Attributes:
       clustering: Clustering. count: number of experts. folders: their run directories.
       members: the Subset of the documents of each cluster.
-      tokenizer: the experts' tokenizer.
+      seed_folder, seed_step: the run directory of the seed model, None if it is not on this
+        machine, and the step that the experts started from.
 
     Raises: UsageError if an expert is missing or does not belong to the others.
     """
@@ -68,82 +59,63 @@ class Ensemble:
     def __init__(self, config, workdir, step=None):
         if step is not None:
             raise UsageError(f"--step={step}: each expert has its own step; leave it out")
-        self.workdir, self._config = io.local_path(workdir), config
+        if jax.process_count() > 1:
+            raise UsageError("an ensemble runs in one process; start it without several processes")
+        self.workdir, self.config = io.local_path(workdir), config
         self.clustering = Clustering.load(self.workdir / CLUSTERS)
-        self.count = self.clustering.count
-        if config.ensemble.top_k > self.count:
+        self.count, top_k = len(self.clustering.centres), config.ensemble.top_k
+        if top_k > self.count:
             raise UsageError(
-                f"config.ensemble.top_k={config.ensemble.top_k}: must be at most {self.count}, "
-                "the number of experts"
+                f"config.ensemble.top_k={top_k}: must be at most {self.count}, the number of "
+                "experts"
             )
         self.members = [Subset.load(documents_file(workdir, j)) for j in range(self.count)]
         self.folders = [expert_folder(workdir, j) for j in range(self.count)]
+        first = {}
         for j in range(self.count):
-            self._check(j)
-        self.tokenizer = load_tokenizer(self.folders[0] / TOKENIZER_FILE)
-        self._origin = run_dir.run_record(self.folders[0])["origin"]
+            first = first or self._record(0)
+            self._check(j, self._record(j), first)
+        self.seed_step, seed_run = first["origin"]["step"], pathlib.Path(first["origin"]["run"])
+        places = (folder for folder in (self.workdir / SEED, seed_run) if folder.is_dir())
+        self.seed_folder = next(places, None)
 
-    def _check(self, j):
-        """Raise UsageError unless expert j has a checkpoint and belongs to its cluster and to
-        expert 0."""
-        folder, first = self.folders[j], self.folders[0]
-        expert = f"expert {j} of {self.count}"
-        steps = manifest.finished_steps(manifest.as_root(folder / run_dir.CHECKPOINTS))
-        if not (folder / run_dir.CONFIG_FILE).is_file() or not steps:
+    def _record(self, j):
+        """Return the record in the newest checkpoint of expert j."""
+        step, meta = run_dir.newest_meta(self.folders[j])
+        if step is None:
             raise UsageError(
-                f"{expert} is missing: {folder} has no finished checkpoint; train it, or run "
-                "python -m efx.composition.cbtm to train all missing experts"
+                f"expert {j} of {self.count} is missing: {self.folders[j]} has no finished "
+                "checkpoint; train it, or run python -m efx.composition.cbtm to train all missing "
+                "experts"
             )
-        record, origin = run_dir.run_record(folder), run_dir.run_record(first).get("origin")
-        tokenizers = [load_tokenizer(run / TOKENIZER_FILE).fingerprint for run in (first, folder)]
-        settings = [config_of_run(run).to_dict() for run in (first, folder)]
-        changed = run_dir.differences(*settings, _SHARED)
-        problem = ""
+        if step < meta["last_step"]:
+            warn(f"expert {j} has not finished: step {step} of {meta['last_step']}")
+        return meta["record"]
+
+    def _check(self, j, record, first):
+        """Raise UsageError unless expert j belongs to its cluster and to the first expert."""
+        origins = [(one.get("origin") or {}).get("parameters") for one in (record, first)]
+        changed = run_dir.differences(first["config"], record["config"], _SHARED)
         if record.get("subset") != self.members[j].key:
             problem = f"was not trained on cluster {j} of {self.workdir / CLUSTERS}"
-        elif "origin" not in record:
-            problem = "did not start from a seed model (config.init.run)"
-        elif tokenizers[0] != tokenizers[1]:
-            problem = "has another vocabulary than expert 0"
+        elif None in origins or origins[0] != origins[1]:
+            problem = "did not start from the seed model of expert 0 (config.init.run)"
         elif changed:
-            key, (ours, theirs) = next(iter(changed.items()))
-            problem = f"has config.{key}={theirs!r}, expert 0 {ours!r}"
-        elif record["origin"]["parameters"] != origin["parameters"]:
-            theirs = record["origin"]
-            problem = f"started from another seed model ({theirs['run']} at step {theirs['step']})"
-        if problem:
-            raise UsageError(f"{expert} ({folder}) {problem}; train it again in a new directory")
-        if steps[-1] < (total := run_dir.recorded_setting(folder, "steps")):
-            warn(f"expert {j} has not finished: step {steps[-1]} of {total}")
+            key, (theirs, value) = next(iter(changed.items()))
+            problem = f"has config.{key}={value!r}, expert 0 {theirs!r}"
+        else:
+            return
+        raise UsageError(
+            f"expert {j} of {self.count} ({self.folders[j]}) {problem}; train it again in a new "
+            "directory"
+        )
 
     def load_expert(self, j, splits=()):
         """Return (Experiment, step, parameters, variables) of expert j."""
-        return load_run(self.folders[j], self._config, splits)
-
-    def seed_folder(self):
-        """Return the seed model's run directory, or None if it is not on this machine.
-
-        Raises: UsageError if another run is in its place.
-        """
-        run, step = self._origin["run"], self._origin["step"]
-        for folder in (self.workdir / SEED, pathlib.Path(run)):
-            root = folder / run_dir.CHECKPOINTS
-            if not root.exists():
-                continue
-            model = self.load_expert(0)[0].model
-            if step in manifest.finished_steps(manifest.as_root(root)):
-                shapes, size = models.unboxed_shapes(model)["params"], model.vocab_size
-                params, _ = restore_params(root, shapes, step, vocab_size=size)
-                if fingerprint(params, size) == self._origin["parameters"]:
-                    return folder
-            raise UsageError(
-                f"{folder} is not the seed model of the experts ({run} at step {step}); put that "
-                "run there, or none"
-            )
-        return None
+        return load_run(self.folders[j], self.config, splits=splits)
 
 
-def load_run(folder, config, splits=()):
+def load_run(folder, config, step=None, splits=()):
     """Return `setup.finished` of a run, on the mesh and with the text of `config`.
 
     The run may be from another machine. Rows and batches are as in its training.
@@ -155,6 +127,6 @@ def load_run(folder, config, splits=()):
         "rules": config.rules,
         "evaluate": config.evaluate,
         "data": dataclasses.replace(config.data, **layout, subset=""),
-        "init.run": "",  # not needed to use it
+        "init.run": "",  # it may be on another machine
     }
-    return setup.finished(schema.replaced(run_config, changes), folder, splits=splits)
+    return setup.finished(schema.replaced(run_config, changes), folder, step, splits)

@@ -14,37 +14,43 @@ import sys
 
 from efx.composition import study as study_lib
 
+ROWS = {
+    "one adapter on the mixture": "adapter_of_all",
+    "uniform merge": "uniform",
+    "gates, each trained alone (PHATGOOSE)": "compose",
+    "gates trained together": "joint",
+    "adapters that select tokens": "inclusion",
+}
 
-def run(study):
-    """Make the runs of one seed; returns {row: {domain: held-out loss}}."""
+
+def plan(study):
+    """Add the runs of one seed."""
     base = study.run("base", "", study.base)
     experts = []
     for name, source in study.domains.items():
         adapter = study.run(f"adapter_{name}", "adapter", source, **{"init.run": base})
         experts.append(study.run(f"gate_{name}", "gate", source, **{"init.run": adapter}))
-    mixture = study.mixture({name: f"adapter_{name}" for name in study.domains})
+    study.mixed = [f"adapter_{name}" for name in study.domains]
     composed = {"init.run": base, "adapter.experts": tuple(experts)}
     composed["adapter.top_k"] = min(2, len(experts))
-    study.run("compose", "compose", mixture, mode="compose", **composed)
-    study.run("uniform", "uniform", mixture, mode="compose", **composed)
-    study.run("joint", "joint", mixture, **composed)
-    study.run("inclusion", "inclusion", mixture, **composed)
-    study.run("adapter_of_all", "adapter", mixture, **{"init.run": base})
-    rows = {"base": study.row("base")}
-    for name in study.domains:
-        rows[f"adapter {name}"] = study.row(f"adapter_{name}")
-    losses_of_own_adapters = {name: rows[f"adapter {name}"][name] for name in study.domains}
-    rows["oracle: the domain's own adapter"] = study_lib.losses(losses_of_own_adapters)
-    rows["one adapter on the mixture"] = study.row("adapter_of_all")
-    rows["uniform merge"] = study.row("uniform")
-    rows["gates, each trained alone (PHATGOOSE)"] = study.row("compose")
-    rows["gates trained together"] = study.row("joint")
-    rows["adapters that select tokens"] = study.row("inclusion")
-    return rows
+    for name in ("compose", "uniform"):
+        study.run(name, name, study.mixture, mode="compose", **composed)
+    for name in ("joint", "inclusion"):
+        study.run(name, name, study.mixture, **composed)
+    study.run("adapter_of_all", "adapter", study.mixture, **{"init.run": base})
+
+
+def rows(study):
+    """Return {row: {domain: held-out loss}}."""
+    losses = {"base": study.row("base")}
+    losses |= {f"adapter {name}": study.row(f"adapter_{name}") for name in study.domains}
+    own = {name: losses[f"adapter {name}"][name] for name in study.domains}
+    losses["oracle: the domain's own adapter"] = own
+    return losses | {row: study.row(name) for row, name in ROWS.items()}
 
 
 def main(argv=None):
-    return study_lib.main("phatgoose", __doc__, run, argv)
+    return study_lib.main("phatgoose", __doc__, plan, rows, argv)
 
 
 if __name__ == "__main__":

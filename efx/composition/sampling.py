@@ -1,13 +1,12 @@
 """Sampling from the sparse ensemble: several experts as one model of `efx.sampling`.
 
 Weights are computed from the text so far, at first and then every `config.ensemble.every` tokens.
-Only the experts in use are on the device and have a KV cache. When an expert replaces another, the
-text so far is read again.
+Only the experts in use are on the device and have a KV cache. When they change, the text so far is
+read again.
 """
 
 import dataclasses
 import functools
-import io
 import sys
 
 import jax
@@ -15,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from efx import models
-from efx.composition.ensemble import Ensemble, log_weights, mix_logits
+from efx.composition.ensemble import Ensemble, log_weights
 from efx.config.load import to_config
-from efx.errors import is_primary
+from efx.data import load_tokenizer
 from efx.logging import quantity
-from efx.parallel import sharding
+from efx.run_dir import TOKENIZER_FILE
 from efx.sampling import TextSampler
 
 
@@ -37,37 +36,34 @@ class StackedExperts:
     expert: object
     count: int
 
-    @property
-    def config(self):
-        return self.expert.config
-
-    @property
-    def context(self):
-        return self.expert.context
-
-    @property
-    def vocab_size(self):
-        return self.expert.vocab_size
+    config = property(lambda self: self.expert.config)
+    context = property(lambda self: self.expert.context)
+    vocab_size = property(lambda self: self.expert.vocab_size)
 
     def init_with_output(self, *arguments, **options):
         x_BTD, variables = self.expert.init_with_output(*arguments, **options)
-        x_BTED = jnp.stack([x_BTD] * self.count, axis=2)
         cache = jax.tree.map(lambda x: jnp.stack([x] * self.count, 1), variables["cache"])
-        return x_BTED, {"cache": cache}
+        return jnp.stack([x_BTD] * self.count, axis=2), {"cache": cache}
 
     def apply(self, variables, x, *arguments, method, **options):
         """Return `features` of tokens x, or `logits` of features x: log p of the mixture."""
         variables = dict(variables)
-        log_weights_E = variables.pop("log_weights")
+        log_w_E = variables.pop("log_weights")
         apply = functools.partial(self.expert.apply, method=method, **options)
         if method == "logits":
             logits_BEV = jax.vmap(apply, in_axes=(0, 1), out_axes=1)(variables, x)
-            return mix_logits(logits_BEV[..., : self.vocab_size], log_weights_E[None])
+            return mix_logits(logits_BEV[..., : self.vocab_size], log_w_E)
         axes = {name: 1 if name == "cache" else 0 for name in variables}
         over_experts = jax.vmap(
             lambda variables: apply(variables, x, *arguments), in_axes=(axes,), out_axes=(2, 1)
         )
         return over_experts(variables)
+
+
+def mix_logits(logits_BEV, log_w_E):
+    """Return log p [B, V] of the next token, from the experts' logits."""
+    log_probs_BEV = jax.nn.log_softmax(logits_BEV.astype(jnp.float32), axis=-1)
+    return jax.nn.logsumexp(log_probs_BEV + log_w_E[None, :, None], axis=1)
 
 
 class WeightedExperts:
@@ -81,12 +77,11 @@ class WeightedExperts:
     Attributes:
       in_use: the experts on the device, in the order of the stack.
       used: for each expert, the number of updates of the weights that selected it.
-      replaced: how often an expert came in the place of another.
     """
 
     def __init__(self, model, variables_of, clustering, tokenizer, settings):
         self.model = StackedExperts(models.unrolled(model), settings.top_k)
-        self.every, self.in_use, self.used, self.replaced = settings.every, [], [], 0
+        self.every, self.in_use, self.used = settings.every, [], 0
         self._variables_of = lambda j: models.unroll_variables(model, variables_of(j))
         self._clustering, self._tokenizer, self._settings = clustering, tokenizer, settings
 
@@ -96,36 +91,20 @@ class WeightedExperts:
         return log_weights(distances, self._settings.tau, self._settings.top_k)[0]
 
     def at(self, texts, before):
-        """Return (variables for one text, whether it has to be read again), see `Sampler.tokens`.
-
-        An expert that stays in use keeps its index in the stack.
-        """
-        (ids,) = texts
-        log_weights_E = self.log_weights(ids)
-        best = np.flatnonzero(np.isfinite(log_weights_E)).tolist()
-        if not before:
-            self.in_use, self.used, self.replaced = best, np.zeros(len(log_weights_E), int), 0
-            variables, added = _stacked(*map(self._variables_of, best)), []
-        else:
-            variables = {name: value for name, value in before.items() if name != "log_weights"}
-            added = [j for j in best if j not in self.in_use]
-            removed = [i for i, j in enumerate(self.in_use) if j not in best]
-            for i, j in zip(removed, added, strict=True):
-                variables = _replaced(variables, self._variables_of(j), i)
-                self.in_use[i] = j
-        self.used[best] += 1
-        self.replaced += len(added)
-        return {**variables, "log_weights": log_weights_E[self.in_use]}, bool(added)
+        """Return (variables, whether the text has to be read again), see `Sampler.tokens`."""
+        log_w_E = self.log_weights(*texts)
+        is_selected_E = np.isfinite(log_w_E)
+        self.used = self.used + is_selected_E
+        selected = np.flatnonzero(is_selected_E).tolist()
+        has_changed = not before or selected != self.in_use
+        if has_changed:
+            before, self.in_use = _stack(*map(self._variables_of, selected)), selected
+        return {**before, "log_weights": log_w_E[selected]}, has_changed
 
 
 @jax.jit
-def _stacked(*variables):
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *variables)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _replaced(stacked, variables, i):
-    return jax.tree.map(lambda stacked_leaf, leaf: stacked_leaf.at[i].set(leaf), stacked, variables)
+def _stack(*trees):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
 def sample(config, workdir, step=None, stream=None):
@@ -135,31 +114,26 @@ def sample(config, workdir, step=None, stream=None):
     """
     config = to_config(config)
     ensemble = Ensemble(config, workdir, step)
+    tokenizer = load_tokenizer(ensemble.folders[0] / TOKENIZER_FILE)
 
     @functools.cache
     def in_host_memory(j):
         experiment, _, params, variables = ensemble.load_expert(j)
-        # The sampler's mesh is of one device; these may lie on the devices of all processes.
-        with jax.set_mesh(experiment.mesh):
-            gathered = jax.device_get(sharding.gather({"params": params, **variables}))
-        return experiment.model, gathered
+        return experiment.model, jax.device_get({"params": params, **variables})
 
     experts = WeightedExperts(
         in_host_memory(0)[0],
         lambda j: in_host_memory(j)[1],
         ensemble.clustering,
-        ensemble.tokenizer,
+        tokenizer,
         config.ensemble,
     )
-    sampler = TextSampler(experts.model, ensemble.tokenizer, config.sample)
-    # All processes sample, since each may hold a part of the parameters.
-    stats = sampler.write(experts, stream if is_primary() else io.StringIO())
-    if is_primary():
-        updates = experts.used.sum() / config.ensemble.top_k  # of the last sample
-        used = [f"{j} for {n / updates:.0%}" for j, n in enumerate(experts.used) if n]
-        print(
-            f"{quantity(stats['tokens_per_second'], 'tokens/s')}; experts used, of "
-            f"{ensemble.count}: {', '.join(used)} of the text; {experts.replaced} replaced another",
-            file=sys.stderr,
-        )
+    stats = TextSampler(experts.model, tokenizer, config.sample).write(experts, stream)
+    shares = experts.used / (experts.used.sum() / config.ensemble.top_k)
+    used = [f"{j} for {share:.0%}" for j, share in enumerate(shares) if share]
+    print(
+        f"{quantity(stats['tokens_per_second'], 'tokens/s')}; experts used, of {ensemble.count}: "
+        f"{', '.join(used)} of the text",
+        file=sys.stderr,
+    )
     return stats

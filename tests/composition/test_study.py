@@ -28,10 +28,8 @@ def test_each_run_has_a_directory_and_the_settings_of_its_stage(
     monkeypatch.chdir(root)
     made = []
     monkeypatch.setattr(runs_lib, "run_all", lambda runs: made.extend(runs))
-    ones = lambda self, name: lib.losses(dict.fromkeys(self.domains, 1.0))  # noqa: E731
-    monkeypatch.setattr(lib.SeedStudy, "row", ones)
-    mixture = lambda self, runs: f"text:{self.folder}/mixture.txt"  # noqa: E731
-    monkeypatch.setattr(lib.SeedStudy, "mixture", mixture)
+    ones = lambda self, name: dict.fromkeys(self.domains, 1.0)  # noqa: E731
+    monkeypatch.setattr(lib.Study, "row", ones)
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text("text")
     (tmp_path / "w").mkdir()

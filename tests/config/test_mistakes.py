@@ -326,6 +326,8 @@ def test_a_mistake_is_one_line(argv, row, folder, compiled, capsys):
 
 @pytest.mark.parametrize("row", EXTRAS, ids=[row[0] for row in EXTRAS])
 def test_a_missing_extra_is_named(row, folder, compiled, capsys, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("efx.composition")]:
+        monkeypatch.delitem(sys.modules, name)  # imported by another test
     monkeypatch.setitem(sys.modules, row[0], None)  # as if not installed
     assert_refused(command(row[1]), row[2:], folder, capsys)
     assert not compiled

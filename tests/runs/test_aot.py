@@ -33,15 +33,8 @@ def test_every_program_is_compiled_and_the_training_state_counts_in_all(monkeypa
     aot.compile_and_report(config, "here:1", vocab_size=45, as_json=True)
     report = json.loads(capsys.readouterr().out)
     step, first_stage, *others = report["programs"]
-    assert (step["name"], first_stage["name"]) == (
-        "training step",
-        "training step at capacity 1",
-    )
-    assert [program["name"].split()[0] for program in others] == [
-        "evaluation",
-        "prefill",
-        "decoding",
-    ]
+    assert [step["name"], first_stage["name"]] == ["training step", "training step at capacity 1"]
+    assert [one["name"].split()[0] for one in others] == ["evaluation", "prefill", "decoding"]
     assert first_stage["flops"] > step["flops"] > 0
     for program in others:
         assert program["held"] > 8 * report["parameters"]  # the optimiser's moments
