@@ -235,7 +235,11 @@ EXTRAS = [
     ("datasets", "data.source=hf:some/thing", "config.data.source='hf:some/thing'", "`hf`"),
     ("pyarrow", "data.source=parquet:text.txt", "config.data.source=", "`data`"),
     ("gcsfs", "--workdir=gs://b/run", "--workdir=gs://b/run", "`gcs`"),
-    ("sklearn", "--mode=cluster data.split=documents data.document_bytes=64", "`studies`"),
+    (
+        "sklearn.decomposition",
+        "--mode=cluster data.split=documents data.document_bytes=64",
+        "`studies`",
+    ),
 ]
 # Mistakes that show when the parameters are initialised.
 LATE = [
