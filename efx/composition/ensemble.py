@@ -71,44 +71,40 @@ class Ensemble:
             )
         self.members = [Subset.load(documents_file(workdir, j)) for j in range(self.count)]
         self.folders = [expert_folder(workdir, j) for j in range(self.count)]
-        first = {}
-        for j in range(self.count):
-            first = first or self._record(0)
-            self._check(j, self._record(j), first)
-        self.seed_step, seed_run = first["origin"]["step"], pathlib.Path(first["origin"]["run"])
-        places = (folder for folder in (self.workdir / SEED, seed_run) if folder.is_dir())
-        self.seed_folder = next(places, None)
+        records = [self._record(j) for j in range(self.count)]
+        for j, record in enumerate(records):
+            if problem := self._mismatch(j, record, records[0]):
+                raise UsageError(
+                    f"expert {j} of {self.count} ({self.folders[j]}) {problem}; train it again in "
+                    "a new directory"
+                )
+        origin = records[0]["origin"]
+        places = (self.workdir / SEED, pathlib.Path(origin["run"]))
+        self.seed_folder = next((folder for folder in places if folder.is_dir()), None)
+        self.seed_step = origin["step"]
 
     def _record(self, j):
         """Return the record in the newest checkpoint of expert j."""
         step, meta = run_dir.newest_meta(self.folders[j])
         if step is None:
             raise UsageError(
-                f"expert {j} of {self.count} is missing: {self.folders[j]} has no finished "
-                "checkpoint; train it, or run python -m efx.composition.cbtm to train all missing "
-                "experts"
+                f"expert {j} of {self.count} is missing: {self.folders[j]} has no checkpoint; "
+                "python -m efx.composition.cbtm trains all missing experts"
             )
         if step < meta["last_step"]:
             warn(f"expert {j} has not finished: step {step} of {meta['last_step']}")
         return meta["record"]
 
-    def _check(self, j, record, first):
-        """Raise UsageError unless expert j belongs to its cluster and to the first expert."""
+    def _mismatch(self, j, record, first):
+        """Return why expert j does not belong to its cluster or to the first expert, or ""."""
         origins = [(one.get("origin") or {}).get("parameters") for one in (record, first)]
-        changed = run_dir.differences(first["config"], record["config"], _SHARED)
         if record.get("subset") != self.members[j].key:
-            problem = f"was not trained on cluster {j} of {self.workdir / CLUSTERS}"
-        elif None in origins or origins[0] != origins[1]:
-            problem = "did not start from the seed model of expert 0 (config.init.run)"
-        elif changed:
-            key, (theirs, value) = next(iter(changed.items()))
-            problem = f"has config.{key}={value!r}, expert 0 {theirs!r}"
-        else:
-            return
-        raise UsageError(
-            f"expert {j} of {self.count} ({self.folders[j]}) {problem}; train it again in a new "
-            "directory"
-        )
+            return f"was not trained on cluster {j} of {self.workdir / CLUSTERS}"
+        if None in origins or origins[0] != origins[1]:
+            return "did not start from the seed model of expert 0 (config.init.run)"
+        changed = run_dir.differences(first["config"], record["config"], _SHARED)
+        listed = [f"config.{key}={value!r}" for key, (_, value) in changed.items()]
+        return f"has another {', '.join(listed)} than expert 0" if changed else ""
 
     def load_expert(self, j, splits=()):
         """Return (Experiment, step, parameters, variables) of expert j."""

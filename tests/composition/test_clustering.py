@@ -86,15 +86,13 @@ def test_a_clustering_is_reproducible_and_stored_whole(tmp_path):
     refused(lambda: lib.Clustering.load(tmp_path), str(tmp_path), "--mode=cluster")
 
 
-def test_distances_are_of_vectors_of_length_one():
-    """So a text without known words is at distance |centre|^2, and repeating a text is no move."""
-    found, _ = fit(texts_of(10)[1], dimensions=4)
-    once, twice, unknown = found.distances(["ship deck", "ship deck ship deck", "the zebra"])
-    np.testing.assert_allclose(once, twice, atol=1e-6)
-    squares = np.square(found.centres).sum(-1)
-    np.testing.assert_allclose(unknown, squares, atol=1e-6)
-    cosines = (1 + squares - once) / 2  # times |centre|
-    assert (np.abs(cosines) <= np.sqrt(squares) + 1e-6).all()
+def test_texts_have_length_one_and_unknown_words_length_zero():
+    texts = texts_of(2)[1]
+    found, labels = fit(texts, count=len(texts), dimensions=4)  # so each text is a centre
+    np.testing.assert_allclose(np.linalg.norm(found.centres, axis=1), 1, atol=1e-6)
+    distances = found.distances([*texts, "the zebra"])
+    np.testing.assert_allclose(distances[np.arange(len(texts)), labels], 0, atol=1e-5)
+    np.testing.assert_allclose(distances[-1], 1, atol=1e-5)
 
 
 def test_all_numbers_are_one_word():
