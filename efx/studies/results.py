@@ -3,9 +3,10 @@
     python -m efx.studies.results
 
 A file of `results/` begins with lines `# key: value` (title, command, config, machine, revision);
-the rest is a table, one row a run or one row a measured mean. The command writes
-`results/mod_by_budget.csv`, Mixture-of-Depths against dense models at each budget, from the other
-files, and draws it as `docs/images/mod_by_budget.png`.
+the rest is a table, one row a run or one row a measured mean. The command writes two of them from
+the others: `mod_by_budget.csv`, Mixture-of-Depths against dense models at each budget, also drawn
+as `docs/images/mod_by_budget.png`; and the differences in `comparisons.csv`, whose rows name the
+file, the budget and the two runs or families.
 """
 
 import pathlib
@@ -57,17 +58,42 @@ def write(path, table, header):
     io.write_atomic(pathlib.Path(path), "".join(lines) + table.to_csv(index=False))
 
 
-def means(name, budget, folder=RESULTS):
-    """Mean loss by family and size: columns family, size, loss, std, n, at one budget."""
+def means(name, budget=None, folder=RESULTS):
+    """Mean loss by family and size: columns family, size, loss, std, n, at one budget or at all."""
     table, _ = read(name, folder)
-    table = table[table.budget == budget]
+    table = table if pd.isna(budget) else table[table.budget == budget]
     if "seed" not in table:  # published as means
-        table = table.rename(columns={"name": "family", "loss_std": "std", "seeds": "n"})
-        return table[["family", "size", "loss", "std", "n"]]
+        measure = "loss" if "loss" in table else "mean"
+        columns = {"name": "family", "seeds": "n", measure: "loss", f"{measure}_std": "std"}
+        table = table.rename(columns=columns)
+        return table.reindex(columns=["family", "size", "loss", "std", "n"])
     if name in RATES_SELECTED_ON:
         table = table[table.seed != RATES_SELECTED_ON[name]]
     groups = table.groupby(["family", "size", *(["rate"] if name in RATES_SELECTED_ON else [])])
     return groups.loss.agg(loss="mean", std="std", n="count").reset_index()
+
+
+def best(table, family):
+    """The row of a family's lowest mean loss among the sizes with enough seeds."""
+    rows = table[(table.family == family) & (table.n >= MIN_SEEDS)]
+    return rows.loc[rows.loss.idxmin()]
+
+
+def difference_columns(prefix, a, b):
+    """The difference of two rows of `means` as {column: value}."""
+    names = (prefix, f"{prefix}_low", f"{prefix}_high", f"{prefix}_equivalence_p")
+    found = difference(*(tuple(row[["loss", "std", "n"]]) for row in (a, b)))
+    return dict(zip(names, found, strict=True))
+
+
+def comparisons(folder=RESULTS):
+    """The table of comparisons.csv with new numbers; its rows remain."""
+    rows = []
+    for _, row in read("comparisons", folder)[0][["file", "budget", "name", "against"]].iterrows():
+        table = means(row.file, row.budget, folder)
+        pair = best(table, row["name"]), best(table, row.against)
+        rows.append(dict(row) | difference_columns("difference", *pair))
+    return pd.DataFrame(rows)
 
 
 def by_budget(folder=RESULTS):
@@ -75,20 +101,13 @@ def by_budget(folder=RESULTS):
     rows = []
     for budget, names in BUDGETS.items():
         table = pd.concat([means(name, budget, folder) for name in names], ignore_index=True)
-        table = table[table.n >= MIN_SEEDS]
-        best = {
-            family: table.loc[table[table.family == family].loss.idxmin()]
-            for family in (MOD, *BASELINES.values())
-        }
+        found = {key: best(table, family) for key, family in {"mod": MOD, **BASELINES}.items()}
         row = {"budget": budget}
-        for key, family in {"mod": MOD, **BASELINES}.items():
-            row |= {f"{key}_size": best[family]["size"], f"{key}_seeds": best[family].n}
-            row |= {f"{key}_loss": best[family].loss, f"{key}_std": best[family]["std"]}
-        for key, family in BASELINES.items():
-            names = ("", "_low", "_high", "_equivalence_p")
-            pair = [tuple(best[name][["loss", "std", "n"]]) for name in (MOD, family)]
-            found = difference(*pair)
-            row |= {f"minus_{key}{name}": value for name, value in zip(names, found, strict=True)}
+        for key, one in found.items():
+            row |= {f"{key}_size": one["size"], f"{key}_seeds": one.n}
+            row |= {f"{key}_loss": one.loss, f"{key}_std": one["std"]}
+        for key in BASELINES:
+            row |= difference_columns(f"minus_{key}", found["mod"], found[key])
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -122,6 +141,8 @@ def study(arguments):
         "machine": "2 CPU cores up to 48 TFLOPs, 1 x NVIDIA H100 80GB HBM3 above",
     }
     write(RESULTS / f"{OUT}.csv", table.round(4), header)
+    _, header = read("comparisons")
+    write(RESULTS / "comparisons.csv", comparisons().round(4), header)
     pictures = pathlib.Path("docs/images")
     pictures.mkdir(exist_ok=True)
     draw(table, pictures / f"{OUT}.png")

@@ -75,10 +75,12 @@ def test_numbers_are_results(page):
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_comparison_by_budget_is_current():
-    pytest.importorskip("pandas")
-    published, _ = results.read(results.OUT, ROOT / "results")
-    computed = results.by_budget(ROOT / "results").round(4)
+@pytest.mark.parametrize(
+    "name, compute", [(results.OUT, results.by_budget), ("comparisons", results.comparisons)]
+)
+def test_comparisons_are_current(name, compute):
+    published, _ = results.read(name, ROOT / "results")
+    computed = compute(ROOT / "results").round(4)
     pd.testing.assert_frame_equal(published, computed, check_dtype=False, atol=1e-4)
 
 
@@ -95,7 +97,7 @@ def test_results_name_their_command_and_revision():
     for path in (ROOT / "results").glob("*.csv"):
         table, header = results.read(path.stem, path.parent)
         assert len(table) and {"title", "command", "machine"} <= {*header}, path.name
-        derived = path.stem == results.OUT or path.stem.endswith(("_optima", "_differences"))
-        assert derived or "revision" in header, path.name
+        derived = (results.OUT, "comparisons", "_optima", "_differences")
+        assert path.stem.endswith(derived) or "revision" in header, path.name
         for page in re.findall(r"configs/\S+\.py", " ".join(header["command"])):
             assert Path(ROOT / page).is_file(), (path.name, page)

@@ -253,7 +253,7 @@ def test_a_preempted_run_is_resumed_to_its_end(cloud):
 )
 def test_lost_processes_are_started_again_and_failed_ones_not(cloud, plan, status, starts):
     cloud.plan(plan)
-    done = cloud.step(*ALL, *WORKDIR)
+    done = cloud.step(*ALL, "--worker=1", *WORKDIR)
     assert done.returncode == status and "costs money" in done.stderr, done.stderr
     assert cloud.starts() == {"pod.0": starts, "pod.1": starts}
     assert len(cloud.calls("queued-resources create")) == 1

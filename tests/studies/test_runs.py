@@ -246,7 +246,7 @@ def test_a_failed_run_ends_the_study_and_names_its_log(tmp_path, monkeypatch):
     runs = [runs_lib.Run(f"run {i}", tmp_path / str(i), ()) for i in range(9)]
     refused(lambda: runs_lib.run_all(runs, 2), "status 9", ".log")
     logs = [path.read_text() for path in tmp_path.glob("*.log")]
-    assert 1 <= len(logs) <= 2 and logs[0] == "reason\n"
+    assert 1 <= len(logs) <= 2 and "reason\n" in logs  # the other may have been stopped
 
 
 def test_a_run_ends_when_its_study_has_ended(monkeypatch):
