@@ -38,7 +38,7 @@ SIZES = {
     "124M": dict(width=768, depth=12, heads=12, context=1024, batch=32),
     "350M": dict(width=1024, depth=24, heads=16, context=2048, batch=16),
     "1.3B": dict(width=2048, depth=24, heads=16, context=2048, batch=8),
-    "smoke": dict(width=32, depth=4, heads=2, context=32, batch=2),
+    "smoke": dict(width=32, depth=4, heads=4, context=32, batch=2),
 }
 MOE = {"model.mlp.kind": "moe", "model.mlp.moe.num_experts": 8, "model.mlp.moe.top_k": 2}
 TOLERANCE = 2e-2  # of bfloat16 attention; a mask that is off by one token is far above

@@ -28,7 +28,7 @@ def test_a_training_step_over_pytorch(capsys, one_device):
 @pytest.mark.slow
 def test_the_accelerator_benchmark_at_a_tiny_size(tmp_path, one_device, capsys):
     out = tmp_path / "table.csv"
-    parts = ["matmul", "attention", "mod"]
+    parts = ["matmul", "attention", "mod", "latent"]
     assert accelerator.main(["--smoke", "--rounds=1", f"--out={out}", "--parts", *parts]) == 0
     table = pd.read_csv(out, comment="#").set_index("name")
     assert table.flops_ratio["350M MoD"] < 1 and table.error.max() < accelerator.TOLERANCE
