@@ -94,8 +94,7 @@ def check_text(data, run):
     """Files of text and of JSON lines with any bytes."""
     with tempfile.TemporaryDirectory() as folder:
         kind = data.draw(st.sampled_from(["text", "jsonl"]))
-        ending = {"text": "txt", "jsonl": "jsonl"}[kind]
-        path = pathlib.Path(folder) / f"a.{ending}"
+        path = pathlib.Path(folder) / f"a.{kind}"
         line = json.dumps({"text": "a word"}).encode() + b"\n"
         path.write_bytes(damaged(line * 20, data.draw) if kind == "jsonl" else
                          data.draw(st.binary(max_size=4096)))  # fmt: skip

@@ -14,7 +14,6 @@ import sys
 
 import pandas as pd
 
-from efx import io
 from efx.composition import cbtm
 from efx.logging import tables
 from efx.studies import cli
@@ -86,11 +85,8 @@ def study(arguments):
     for runs in (clusterings, single, experts):
         runs_lib.run_all(runs, arguments.jobs)
     table = pd.concat([evaluate(plan, seed) for seed, plan in plans.items()])
-    folder = io.folder(arguments.workdir)
-    table.to_csv(folder / "table.csv", index=False)
     text = tables.means_markdown(table) + f"\nCommand: `{arguments.command}`\n"
-    io.write_atomic(folder / "table.md", text)
-    print(text)
+    tables.save(arguments.workdir, "table", table, text)
 
 
 def main(argv=None):

@@ -141,7 +141,7 @@ def _log_probs(model, variables, batch, keys):
 
 
 def document_weights(ensemble, cluster_D, component_D, train):
-    """Return {mixture: w [D, E]} of the mixtures whose weights are those of a whole document.
+    """Return {mixture: w [D, E]} of the mixtures with one weight vector per document.
 
     Args:
       cluster_D, component_D: cluster and component of each held-out document; only an oracle knows

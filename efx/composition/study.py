@@ -32,7 +32,7 @@ def main(name, description, plan, rows, argv=None):
 
     Args:
       plan: function of a Study that calls its `run`.
-      rows: function of a Study whose runs have finished; returns {row: {domain: loss}}.
+      rows: function of a Study with finished runs; returns {row: {domain: loss}}.
     """
     parser = cli.Parser(f"efx.composition.{name}", description)
     parser.add_argument("--config", default=name, help="config file or name, and variants")
@@ -56,12 +56,10 @@ def main(name, description, plan, rows, argv=None):
             for study in studies
             for name, row in rows(study).items()
         ]
-        table, folder = pd.DataFrame(found), io.folder(arguments.workdir)
-        table.to_csv(folder / "table.csv", index=False)
+        table = pd.DataFrame(found)
         text = tables.means_markdown(table)
         text += f"\nHeld-out loss (nats). `{arguments.config}`. Command: `{arguments.command}`\n"
-        io.write_atomic(folder / "table.md", text)
-        print(text)
+        tables.save(arguments.workdir, "table", table, text)
 
     return parser.run(run, argv)
 
@@ -86,7 +84,7 @@ class Study:
       base: source of the base model. domains: {name: source} of the columns of the table.
       runs: {name: Run} in their order.
       mixture: source of the training splits of all domains, in turns.
-      mixed: for each domain, the run whose config decides what is read and held out.
+      mixed: for each domain, the run whose config has its text and held-out split.
     """
 
     def __init__(self, arguments, seed):

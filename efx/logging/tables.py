@@ -5,7 +5,6 @@ its interval, {"mean": x, "interval": [low, high]}, in which None is infinity. A
 "note".
 """
 
-import json
 import statistics
 
 from efx import io
@@ -71,16 +70,11 @@ def _escaped(cell):
     return " ".join(str(cell).splitlines()).replace("|", r"\|")
 
 
-def write(workdir, name, text, numbers):
-    """Write a table to WORKDIR/NAME.md and its numbers to WORKDIR/NAME.json."""
+def save(workdir, name, table, text):
+    """Write a DataFrame to WORKDIR/NAME.csv, and its Markdown to NAME.md and the terminal."""
     folder = io.folder(workdir)
     with io.report_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
+    io.write_atomic(folder / f"{name}.csv", table.to_csv(index=False))
     io.write_atomic(folder / f"{name}.md", text)
-    io.write_atomic(folder / f"{name}.json", json.dumps(numbers, indent=1) + "\n")
-
-
-def save(workdir, name, text, numbers):
-    """Write a table as `write` does, and print it."""
-    write(workdir, name, text, numbers)
     print(text)

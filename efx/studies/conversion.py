@@ -12,7 +12,7 @@ Arguments after `--` go to the parent and the model from scratch.
 import pathlib
 import sys
 
-from efx import io, run_dir
+from efx import run_dir
 from efx.config.load import with_variants
 from efx.errors import UsageError
 from efx.logging import tables
@@ -79,11 +79,8 @@ def study(arguments):
     table = results.rename(columns=COLUMNS).reindex(columns=["name", "seed", *COLUMNS.values()])
     parent_loss = table[table.name == "dense parent"].set_index("seed").loss
     table.insert(3, "minus_parent", table.loss - table.seed.map(parent_loss))
-    folder = io.folder(arguments.workdir)
-    table.to_csv(folder / "table.csv", index=False)
     text = f"{tables.means_markdown(table)}\nCommand: `{arguments.command}`\n"
-    io.write_atomic(folder / "table.md", text)
-    print(text)
+    tables.save(arguments.workdir, "table", table, text)
 
 
 def main(argv=None):

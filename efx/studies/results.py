@@ -4,9 +4,9 @@
 
 A file of `results/` begins with lines `# key: value` (title, command, config, machine, revision);
 the rest is a table, one row a run or one row a measured mean. The command writes two of them from
-the others: `mod_by_budget.csv`, Mixture-of-Depths against dense models at each budget, also drawn
-as `docs/images/mod_by_budget.png`; and the differences in `comparisons.csv`, whose rows name the
-file, the budget and the two runs or families.
+the others. `mod_by_budget.csv` is Mixture-of-Depths against dense models at each budget, and is
+drawn as `docs/images/mod_by_budget.png`. `comparisons.csv` has differences of losses: to add one,
+append a row with its file, budget, name and against.
 """
 
 import pathlib

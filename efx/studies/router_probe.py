@@ -227,12 +227,10 @@ def study(arguments):
             rows.append(row | probe(tokens, computed_N, score_N))
     table = pd.DataFrame(rows)
     folder.mkdir(parents=True, exist_ok=True)
-    table.round(4).to_csv(folder / "probe.csv", index=False)
     draw(table, folder / "probe.png")
     means = table.filter(regex="^(?!run$|score_)").rename(columns={"block": "name"})
     text = f"{tables.means_markdown(means)}\nCommand: `{arguments.command}`\n"
-    io.write_atomic(folder / "probe.md", text)
-    print(text)
+    tables.save(folder, "probe", table.round(4), text)
 
 
 def main(argv=None):

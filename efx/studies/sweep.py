@@ -22,7 +22,6 @@ import sys
 
 import pandas as pd
 
-from efx import io
 from efx.config.load import run_file
 from efx.errors import UsageError, nearest
 from efx.logging import quantity, tables
@@ -184,10 +183,7 @@ def study(arguments):
     if len(sweep["seeds"]) > 1:
         text += "Mean ± standard deviation; differences with unpaired 95% intervals. "
     text += f"Command: `{arguments.command}`\n"
-    folder = io.folder(workdir)
-    per_run.to_csv(folder / "table.csv", index=False)
-    io.write_atomic(folder / "table.md", text)
-    print(text)
+    tables.save(workdir, "table", per_run, text)
 
 
 def main(argv=None):
