@@ -11,6 +11,8 @@ A working directory of cBTM, "Scaling Expert Language Models with Unsupervised D
 
 import pathlib
 
+import efx.studies  # noqa: F401  # reports a missing extra, which is the same
+
 CLUSTERS, SEED = "clusters", "seed"
 
 

@@ -2,13 +2,18 @@
 
 import sys
 
-from efx.errors import extra
+from efx.errors import UsageError, extra
 from efx.parallel import signals
 
-if sys.argv[:1] == ["-m"]:  # so Python calls a module that it is about to run
+is_program = sys.argv[:1] == ["-m"]  # so Python calls a module that it is about to run
+if is_program:
     signals.end_at_ctrl_c()  # until `cli.Parser.run` handles it
 try:
     import pandas  # noqa: F401
     import scipy  # noqa: F401
 except ImportError as error:
-    raise ImportError(f"efx.studies needs {extra('studies')}: {error.name} is missing") from None
+    message = f"this command needs {extra('studies')}: {error.name} is not installed"
+    if is_program:
+        print(f"efx: error: {message}", file=sys.stderr)
+        sys.exit(2)
+    raise UsageError(message) from None

@@ -5,13 +5,15 @@ import shutil
 
 import jax
 import numpy as np
-import pandas as pd
 import pytest
 from refusals import refused
 from run_files import edit_record
 
+pytest.importorskip("pandas", reason="the extra `studies` is not installed")
 pytest.importorskip("sklearn", reason="scikit-learn is not installed (extra studies)")
 pytest.importorskip("k_means_constrained", reason="not installed (extra studies)")
+
+import pandas as pd
 
 import efx.data
 from efx import api, run_dir

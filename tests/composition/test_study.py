@@ -1,7 +1,10 @@
 """The studies of PHATGOOSE and CALM without training: their runs, mixtures and tables."""
 
-import pandas as pd
 import pytest
+
+pytest.importorskip("pandas", reason="the extra `studies` is not installed")
+
+import pandas as pd
 
 from efx.composition import calm, phatgoose
 from efx.composition import study as lib

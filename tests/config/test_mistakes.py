@@ -320,6 +320,8 @@ ROWS += [(command(row[1], small=False), row) for row in COMMANDS]
 
 @pytest.mark.parametrize("argv, row", ROWS, ids=[row[0] for _, row in ROWS])
 def test_a_mistake_is_one_line(argv, row, folder, compiled, capsys):
+    if "--mode=cluster" in argv:
+        pytest.importorskip("pandas", reason="the extra `studies` is not installed")
     assert_refused(argv, row[2:], folder, capsys)
     assert not compiled
 

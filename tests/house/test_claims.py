@@ -9,11 +9,13 @@ import math
 import re
 from pathlib import Path
 
-import pandas as pd
 import pytest
 from test_docs import PAGES, ROOT, prose
 
-pytest.importorskip("scipy")
+pytest.importorskip("pandas", reason="the extra `studies` is not installed")
+
+import pandas as pd
+
 from efx.studies import results
 from efx.studies.statistics import difference
 

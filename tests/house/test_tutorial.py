@@ -5,8 +5,11 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 
 def test_the_tutorial(root, tmp_path):
+    pytest.importorskip("pandas", reason="the extra `studies` is not installed")
     blocks = re.findall(r"```python\n(.*?)```", (root / "docs/tutorial.md").read_text(), re.DOTALL)
     (tmp_path / "staggered.py").write_text("\n".join(blocks))
     done = subprocess.run(

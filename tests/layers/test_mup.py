@@ -8,7 +8,6 @@ import optax
 import pytest
 
 from efx.configs import common
-from efx.studies import coord_check
 from efx.train import optim
 
 SMALL = {"width": 64, "depth": 1, "init_std": 0.02, "preset": "gpt2", "tied": False}
@@ -258,6 +257,9 @@ STUDIES = {  # learning rate, changes of the model, measured modules
 @pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize("study", STUDIES)
 def test_activations_are_flat_with_mup_and_grow_without(root, tmp_path, capsys, study):
+    pytest.importorskip("pandas", reason="the extra `studies` is not installed")
+    from efx.studies import coord_check
+
     rate, settings, modules = STUDIES[study]
     argv = [f"--config={root}/configs/{study}.py:smoke", f"--learning-rate={rate}"]
     argv += ["--widths=32,128", f"--out={tmp_path}", "--", "--config.model.depth=1"]
@@ -282,6 +284,9 @@ def test_activations_are_flat_with_mup_and_grow_without(root, tmp_path, capsys, 
     ],
 )
 def test_bad_arguments_are_refused(root, tmp_path, monkeypatch, capsys, config, widths, name):
+    pytest.importorskip("pandas", reason="the extra `studies` is not installed")
+    from efx.studies import coord_check
+
     monkeypatch.chdir(root)
     argv = [f"--config={config}", f"--widths={widths}", f"--out={tmp_path}"]
     assert coord_check.main(argv) == 2

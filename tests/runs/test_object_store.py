@@ -15,7 +15,6 @@ from efx.data import load, write_token_shards
 from efx.data.tokenizers import ByteTokenizer
 from efx.errors import TransientError, UsageError
 from efx.logging import read_metrics
-from efx.studies import sweep
 from efx.train import finished_run, trainer
 
 SMALL = {
@@ -205,6 +204,9 @@ def test_a_workdir_in_another_store_is_refused(workdir, tmp_path, monkeypatch, c
 
 
 def test_studies_need_a_disk(capsys):
+    pytest.importorskip("pandas", reason="the extra `studies` is not installed")
+    from efx.studies import sweep
+
     assert sweep.main(["--sweep=x", "--workdir=gs://b/study"]) == 2
     assert capsys.readouterr().err.startswith("efx: error: --workdir=gs://b/study")
 

@@ -1,8 +1,11 @@
 """Benchmarks run at tiny sizes, and judge what they measure."""
 
 import numpy as np
-import pandas as pd
 import pytest
+
+pytest.importorskip("pandas", reason="the extra `studies` is not installed")
+
+import pandas as pd
 
 from benchmarks import accelerator, common, fuzz, step
 

@@ -3,10 +3,13 @@
 import json
 
 import numpy as np
-import pandas as pd
 import pytest
 from refusals import refused
 from study_helpers import error_line
+
+pytest.importorskip("pandas", reason="the extra `studies` is not installed")
+
+import pandas as pd
 
 from efx import main, run_dir
 from efx.studies import isoflop, results, scaling

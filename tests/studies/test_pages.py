@@ -5,16 +5,18 @@ import re
 import families
 import jax
 import numpy as np
-import pandas as pd
 import pytest
 from browser import chromium, messages, requests
 from study_helpers import error_line, logged_run, train
+
+pytest.importorskip("pandas", reason="the extra `studies` is not installed")
+
+import pandas as pd
 
 from efx.layers import batch_means
 from efx.studies import plot, report, routing_map, token_choices, token_text
 from efx.train.step import by_layer
 
-pytest.importorskip("plotly", reason="the extra `studies` is not installed")
 T = 24
 
 

@@ -3,13 +3,16 @@
 import functools
 
 import numpy as np
-import pandas as pd
 import pytest
 from study_helpers import error_line, train
 
+pytest.importorskip("pandas", reason="the extra `studies` is not installed")
+pytest.importorskip("sklearn", reason="the extra `studies` is not installed")
+
+import pandas as pd
+
 from efx.studies import router_probe
 
-pytest.importorskip("sklearn", reason="the extra `studies` is not installed")
 ROWS, LENGTH, TYPES = 80, 64, 40
 
 

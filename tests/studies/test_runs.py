@@ -6,10 +6,13 @@ import subprocess
 import sys
 import time
 
-import pandas as pd
 import pytest
 from refusals import refused
 from study_helpers import error_line
+
+pytest.importorskip("pandas", reason="the extra `studies` is not installed")
+
+import pandas as pd
 
 from efx import main
 from efx.composition import calm, cbtm, cbtm_table, phatgoose
