@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 _VERSION = 3
 _TOKENIZER_VERSION = 3
 _LOG_SECONDS = 5
-_COMPARED_BYTES = 1 << 20
+_COMPARED_BYTES = 1 << 20  # of held-out text
 SPLIT_NAMES = {"train": "training split", "eval": "held-out split"}
 SPLITS = tuple(SPLIT_NAMES)
 

@@ -27,10 +27,11 @@ class Passes:
 
     Attributes:
       means: {selection: {name: mean}} of "loss", "correct", "tokens" and every sown statistic.
+      bytes_per_token: of the scored tokens; None or 0: bits per byte are not reported.
     """
 
     means: dict
-    bytes_per_token: float | None  # None or 0: no bits per byte
+    bytes_per_token: float | None
 
     def loss(self, selection, name):
         """{metric: loss of a pass}; metrics end with `name`."""

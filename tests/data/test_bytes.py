@@ -1,6 +1,8 @@
 """Bits per byte: the bytes are those of the scored targets, and tokenizers that lose text are
 refused."""
 
+import json
+
 import numpy as np
 import pytest
 from data_helpers import make_config, open_data, refuse_data
@@ -196,7 +198,16 @@ def with_prefix():
     return inner
 
 
+def without_q():
+    """Byte-level, with a token for unknown bytes."""
+    contents = json.loads(bpe.train_bpe(["x"], 257).to_json())
+    del contents["model"]["vocab"]["q"]
+    contents["model"]["unk_token"] = bpe.END_OF_TEXT
+    return library.Tokenizer.from_str(json.dumps(contents))
+
+
 LOSSY = {
+    "a missing byte": (without_q, "'quick brown fox.\\n  I' at 4"),
     "a space too many": (with_prefix, "is decoded as ' The quick brown fox'"),
     "unknown characters": (of_characters, "'brown fox.\\n  It jump' at 10"),
     "unknown words": (lambda: of_words(library.pre_tokenizers.Metaspace()), "The quick"),
