@@ -1,0 +1,122 @@
+"""Write the tables of README and docs from results/, and check the results in their sentences.
+
+    python -m results.pages
+
+A table stands below its marker; its header and first column are written by hand:
+
+    <!-- table: results/mod_table.csv name=* {loss:.3f} ± {loss_std:.3f} | {step_time_ratio:.2f} -->
+
+A cell is a text in which {column:format} is the value in the one row that the conditions select;
+`*` is the label in the first column. A cell without file and conditions has those of the cell to
+its left. A result in a sentence has its source directly behind it, written in the same way:
+
+    1.740 ± 0.037<!-- results/mod_table.csv name="MoD 12.5%" {loss:.3f} ± {loss_std:.3f} -->
+
+A result is a number with a decimal point or a percent sign. Settings stand in code, numbers from
+elsewhere in italics or in links to elsewhere; with letters attached a number is a name.
+"""
+
+import functools
+import itertools
+import pathlib
+import re
+import shlex
+
+import numpy as np
+import pandas as pd
+
+from efx.studies import results
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES.remove(ROOT / "docs/settings.md")  # generated from the code
+TABLE = re.compile(r"(<!-- table: ([^>]+?) -->\n\n\|.*\n\|[-|]+\n)((?:\|.*\n)+)")
+FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
+SOURCE = re.compile(r"<!-- (results/.+?) -->")
+ELSEWHERE = re.compile(
+    r"`[^`]*`|\[[^]]*\]\(http[^)]*\)|\]\([^)]*\)|<!--.*?-->|(?<![\w*])\*[^*\s][^*]*(?<!\s)\*(?![\w*])"
+)
+NUMBER = re.compile(r"(?<![\w.])[-+−]?\d[\d,]*(?:\.\d+%?|%)(?!\w|\.\d)")
+UNITS = {"GFLOPs": 1e9, "TFLOPs": 1e12}
+
+
+@functools.cache
+def read(path):
+    return results.read(pathlib.Path(path).stem, ROOT / "results")[0]
+
+
+def parse(source):
+    """Return (file, {column: value}, template) of a source; None for what it leaves out."""
+    head, _, template = source.partition("{")
+    file, *conditions = shlex.split(head) or [None]
+    return file, dict(each.split("=", 1) for each in conditions), "{" + template
+
+
+def number(text):
+    """Return 7.5e11 for "750 GFLOPs" or "7.5e11"."""
+    digits, _, unit = text.replace(",", "").partition(" ")
+    return float(digits) * UNITS.get(unit, 1)
+
+
+def render(file, conditions, template):
+    """Return the template with the values of the one row that meets the conditions."""
+    rows = read(file)
+    for column, value in conditions.items():
+        numeric = pd.api.types.is_numeric_dtype(rows[column])
+        rows = rows[np.isclose(rows[column], number(value)) if numeric else rows[column] == value]
+    if len(rows) != 1:
+        raise ValueError(f"{len(rows)} rows of {file} have {conditions}; select one")
+    if NUMBER.search(re.sub(r"{.*?}", "", template)):
+        raise ValueError(f"{template!r} states a number; name a column")
+    return template.format_map(rows.iloc[0]).replace(" ± nan", "")
+
+
+def table_row(line, cells):
+    """Return a row of a table with its label and new cells."""
+    label = line.split("|")[1].strip()
+    shown, file, conditions = [label], None, {}
+    for cell in cells.split("|"):
+        own_file, own_conditions, template = parse(cell.strip())
+        if own_file:
+            file, conditions = own_file, own_conditions
+        labelled = {key: label if text == "*" else text for key, text in conditions.items()}
+        shown.append(render(file, labelled, template))
+    return f"| {' | '.join(shown)} |\n"
+
+
+def with_tables(text):
+    """Return a page with all its tables written anew."""
+
+    def table(found):
+        lines = found[3].splitlines()
+        return found[1] + "".join(table_row(line, " ".join(found[2].split())) for line in lines)
+
+    return TABLE.sub(table, text)
+
+
+def unsourced(text):
+    """Return the results in the sentences of a page that their sources do not give."""
+    text = " ".join(FENCE.sub(" ", TABLE.sub(" ", text)).split())
+    sentences, wrong = SOURCE.split(text), []
+    for sentence, source in itertools.zip_longest(sentences[::2], sentences[1::2], fillvalue=""):
+        given = render(*parse(source)) if source else ""
+        before = sentence.removesuffix(given)
+        if source and (before == sentence or re.search(r"[\w.,+−-]$", before)):
+            wrong.append(f"{sentence[-60:]!r} does not end with {given!r}, as {source!r} says")
+        wrong += [f"{one[0]} has no source" for one in NUMBER.finditer(ELSEWHERE.sub(" ", before))]
+    return wrong
+
+
+def main():
+    for page in PAGES:
+        text = page.read_text()
+        written = with_tables(text)
+        if written != text:
+            page.write_text(written)
+            print(f"wrote {page.relative_to(ROOT)}")
+        for found in unsourced(written):
+            print(f"{page.relative_to(ROOT)}: {found}")
+
+
+if __name__ == "__main__":
+    main()
