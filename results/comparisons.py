@@ -44,7 +44,7 @@ def models(file, budget, measure, family):
     if "seed" not in table:
         for _, row in table.iterrows():
             values = row[measure], row[f"{measure}_std"], row.seeds
-            yield Model(row.get("size", ""), row.get("loss", row[measure]), values)
+            yield Model(row.get("size", math.nan), row.get("loss", row[measure]), values)
         return
     table = table[table.seed != RATES_SELECTED_ON.get(file)]
     keys = [key for key in ("size", "rate") if key in table]
@@ -103,7 +103,9 @@ def draw(table, path):
     for offset, (family, rows) in zip((0.96, 1.04), groups, strict=True):
         errors = [rows.difference - rows.low, rows.high - rows.difference]
         label = f"minus {family}"
-        axes.errorbar(rows.budget * offset, rows.difference, errors, fmt="o", capsize=3, label=label)
+        axes.errorbar(
+            rows.budget * offset, rows.difference, errors, fmt="o", capsize=3, label=label
+        )
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_xscale("log")
     axes.set_xlabel("training FLOPs")

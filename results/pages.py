@@ -6,9 +6,9 @@ A table stands below its marker; its header and first column are written by hand
 
     <!-- table: results/mod_table.csv name=* {loss:.3f} ± {loss_std:.3f} | {step_time_ratio:.2f} -->
 
-A cell is a text in which {column:format} is the value in the one row that the conditions select;
-`*` is the label in the first column. A cell without file and conditions has those of the cell to
-its left. A result in a sentence has its source directly behind it, written in the same way:
+A cell is a text in which {column:format} is the value in the row that the conditions select;
+`*` is the label in the first column. A cell keeps the file and conditions of the cell to its left
+but for those that it changes. A result in a sentence has its source directly behind it:
 
     1.740 ± 0.037<!-- results/mod_table.csv name="MoD 12.5%" {loss:.3f} ± {loss_std:.3f} -->
 
@@ -30,13 +30,13 @@ from efx.studies import results
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES.remove(ROOT / "docs/settings.md")  # generated from the code
-TABLE = re.compile(r"(<!-- table: ([^>]+?) -->\n\n\|.*\n\|[-|]+\n)((?:\|.*\n)+)")
+TABLE = re.compile(r"<!-- table: ([^>]+?) -->\n\n(\|.*\n\|[-|]+\n)((?:\|.*\n)+)")
 FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
 SOURCE = re.compile(r"<!-- (results/.+?) -->")
 ELSEWHERE = re.compile(
     r"`[^`]*`|\[[^]]*\]\(http[^)]*\)|\]\([^)]*\)|<!--.*?-->|(?<![\w*])\*[^*\s][^*]*(?<!\s)\*(?![\w*])"
 )
-NUMBER = re.compile(r"(?<![\w.])[-+−]?\d[\d,]*(?:\.\d+%?|%)(?!\w|\.\d)")
+NUMBER = re.compile(r"(?<![\w.])(?<![A-Za-z]-)[-+−]?\d[\d,]*(?:\.\d+%?|%)(?!\w|\.\d)")
 UNITS = {"GFLOPs": 1e9, "TFLOPs": 1e12}
 
 
@@ -46,10 +46,11 @@ def read(path):
 
 
 def parse(source):
-    """Return (file, {column: value}, template) of a source; None for what it leaves out."""
+    """Return (file or "", ((column, value), ...), template) of a source."""
     head, _, template = source.partition("{")
-    file, *conditions = shlex.split(head) or [None]
-    return file, dict(each.split("=", 1) for each in conditions), "{" + template
+    words = shlex.split(head)
+    file = words.pop(0) if words and "=" not in words[0] else ""
+    return file, tuple(tuple(each.split("=", 1)) for each in words), "{" + template
 
 
 def number(text):
@@ -58,29 +59,30 @@ def number(text):
     return float(digits) * UNITS.get(unit, 1)
 
 
+@functools.cache
 def render(file, conditions, template):
-    """Return the template with the values of the one row that meets the conditions."""
+    """Return the template with the values of the rows that meet the conditions, equal in all."""
     rows = read(file)
-    for column, value in conditions.items():
+    for column, value in conditions:
         numeric = pd.api.types.is_numeric_dtype(rows[column])
         rows = rows[np.isclose(rows[column], number(value)) if numeric else rows[column] == value]
-    if len(rows) != 1:
-        raise ValueError(f"{len(rows)} rows of {file} have {conditions}; select one")
     if NUMBER.search(re.sub(r"{.*?}", "", template)):
         raise ValueError(f"{template!r} states a number; name a column")
-    return template.format_map(rows.iloc[0]).replace(" ± nan", "")
+    texts = {template.format_map(row).replace(" ± nan", "") for _, row in rows.iterrows()}
+    if len(texts) != 1:
+        raise ValueError(f"{file} gives {sorted(texts)} for {conditions}: select one row")
+    return texts.pop()
 
 
 def table_row(line, cells):
     """Return a row of a table with its label and new cells."""
     label = line.split("|")[1].strip()
-    shown, file, conditions = [label], None, {}
+    shown, file, conditions = [label], "", {}
     for cell in cells.split("|"):
-        own_file, own_conditions, template = parse(cell.strip())
-        if own_file:
-            file, conditions = own_file, own_conditions
-        labelled = {key: label if text == "*" else text for key, text in conditions.items()}
-        shown.append(render(file, labelled, template))
+        own_file, own, template = parse(cell.strip())
+        own = {key: label if value == "*" else value for key, value in own}
+        file, conditions = (own_file, own) if own_file else (file, conditions | own)
+        shown.append(render(file, tuple(conditions.items()), template))
     return f"| {' | '.join(shown)} |\n"
 
 
@@ -88,15 +90,15 @@ def with_tables(text):
     """Return a page with all its tables written anew."""
 
     def table(found):
-        lines = found[3].splitlines()
-        return found[1] + "".join(table_row(line, " ".join(found[2].split())) for line in lines)
+        rows = [table_row(line, " ".join(found[1].split())) for line in found[3].splitlines()]
+        return found[0].removesuffix(found[3]) + "".join(rows)
 
     return TABLE.sub(table, text)
 
 
 def unsourced(text):
     """Return the results in the sentences of a page that their sources do not give."""
-    text = " ".join(FENCE.sub(" ", TABLE.sub(" ", text)).split())
+    text = " ".join(FENCE.sub(" ", TABLE.sub(r"\2", text)).split())
     sentences, wrong = SOURCE.split(text), []
     for sentence, source in itertools.zip_longest(sentences[::2], sentences[1::2], fillvalue=""):
         given = render(*parse(source)) if source else ""
