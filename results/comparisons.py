@@ -49,15 +49,16 @@ def models(file, budget, measure, family):
     table = table[table.seed != RATES_SELECTED_ON.get(file)]
     keys = [key for key in ("size", "rate") if key in table]
     for _, runs in table.groupby(keys, dropna=False):
-        values = runs[measure].mean(), runs[measure].std(), len(runs)
         # A diverged seed counts.
-        yield Model(runs["size"].iloc[0], runs.loss.fillna(math.inf).mean(), values, runs)
+        values = runs[measure].mean(skipna=False), runs[measure].std(skipna=False), len(runs)
+        loss = runs.loss.fillna(math.inf).mean()
+        yield Model(runs["size"].iloc[0], loss, values, runs)
 
 
 def best(files, budget, measure, family):
     """Return the Model of lowest loss among those with enough seeds."""
-    found = [one for file in files.split() for one in models(file, budget, measure, family)]
-    return min((one for one in found if one.values[2] >= MIN_SEEDS), key=lambda one: one.loss)
+    sizes = [each for file in files.split() for each in models(file, budget, measure, family)]
+    return min((each for each in sizes if each.values[2] >= MIN_SEEDS), key=lambda each: each.loss)
 
 
 def differ_in_selection_alone(a, b):
@@ -74,12 +75,12 @@ def compare(row):
     """Return the columns of one comparison."""
     a, b = (best(row.files, row.budget, row.measure, row[key]) for key in ("name", "against"))
     columns = dict(row)
-    for prefix, one in (("", a), ("against_", b)):
+    for prefix, model in (("", a), ("against_", b)):
         names = f"{prefix}size", f"{prefix}mean", f"{prefix}std", f"{prefix}seeds"
-        columns |= dict(zip(names, (one.size, *one.values), strict=True))
+        columns |= dict(zip(names, (model.size, *model.values), strict=True))
     if differ_in_selection_alone(a, b):
-        found = statistics.paired_difference(a.runs[row.measure], b.runs[row.measure])
-        return columns | {"test": "paired"} | found
+        paired = statistics.paired_difference(a.runs[row.measure], b.runs[row.measure])
+        return columns | {"test": "paired"} | paired
     return columns | {"test": "Welch"} | statistics.difference(a.values, b.values)
 
 

@@ -53,7 +53,7 @@ def parse(source):
     return file, tuple(tuple(each.split("=", 1)) for each in words), "{" + template
 
 
-def number(text):
+def value_of(text):
     """Return 7.5e11 for "750 GFLOPs" or "7.5e11"."""
     digits, _, unit = text.replace(",", "").partition(" ")
     return float(digits) * UNITS.get(unit, 1)
@@ -65,7 +65,7 @@ def render(file, conditions, template):
     rows = read(file)
     for column, value in conditions:
         numeric = pd.api.types.is_numeric_dtype(rows[column])
-        rows = rows[np.isclose(rows[column], number(value)) if numeric else rows[column] == value]
+        rows = rows[np.isclose(rows[column], value_of(value)) if numeric else rows[column] == value]
     if NUMBER.search(re.sub(r"{.*?}", "", template)):
         raise ValueError(f"{template!r} states a number; name a column")
     texts = {template.format_map(row).replace(" ± nan", "") for _, row in rows.iterrows()}
@@ -77,21 +77,21 @@ def render(file, conditions, template):
 def table_row(line, cells):
     """Return a row of a table with its label and new cells."""
     label = line.split("|")[1].strip()
-    shown, file, conditions = [label], "", {}
+    row, file, conditions = [label], "", {}
     for cell in cells.split("|"):
-        own_file, own, template = parse(cell.strip())
-        own = {key: label if value == "*" else value for key, value in own}
-        file, conditions = (own_file, own) if own_file else (file, conditions | own)
-        shown.append(render(file, tuple(conditions.items()), template))
-    return f"| {' | '.join(shown)} |\n"
+        new_file, changes, template = parse(cell.strip())
+        changes = {column: label if value == "*" else value for column, value in changes}
+        file, conditions = (new_file, changes) if new_file else (file, conditions | changes)
+        row.append(render(file, tuple(conditions.items()), template))
+    return f"| {' | '.join(row)} |\n"
 
 
 def with_tables(text):
     """Return a page with all its tables written anew."""
 
-    def table(found):
-        rows = [table_row(line, " ".join(found[1].split())) for line in found[3].splitlines()]
-        return found[0].removesuffix(found[3]) + "".join(rows)
+    def table(match):
+        rows = [table_row(line, " ".join(match[1].split())) for line in match[3].splitlines()]
+        return match[0].removesuffix(match[3]) + "".join(rows)
 
     return TABLE.sub(table, text)
 
@@ -101,11 +101,14 @@ def unsourced(text):
     text = " ".join(FENCE.sub(" ", TABLE.sub(r"\2", text)).split())
     sentences, wrong = SOURCE.split(text), []
     for sentence, source in itertools.zip_longest(sentences[::2], sentences[1::2], fillvalue=""):
-        given = render(*parse(source)) if source else ""
-        before = sentence.removesuffix(given)
+        result = render(*parse(source)) if source else ""
+        before = sentence.removesuffix(result)
         if source and (before == sentence or re.search(r"[\w.,+−-]$", before)):
-            wrong.append(f"{sentence[-60:]!r} does not end with {given!r}, as {source!r} says")
-        wrong += [f"{one[0]} has no source" for one in NUMBER.finditer(ELSEWHERE.sub(" ", before))]
+            wrong.append(
+                f"{sentence[-60:]!r} does not end with {result!r}: change it or {source!r}"
+            )
+        numbers = NUMBER.finditer(ELSEWHERE.sub(" ", before))
+        wrong += [f"{number[0]} has no source: write one behind it" for number in numbers]
     return wrong
 
 
@@ -116,8 +119,8 @@ def main():
         if written != text:
             page.write_text(written)
             print(f"wrote {page.relative_to(ROOT)}")
-        for found in unsourced(written):
-            print(f"{page.relative_to(ROOT)}: {found}")
+        for message in unsourced(written):
+            print(f"{page.relative_to(ROOT)}: {message}")
 
 
 if __name__ == "__main__":
