@@ -117,6 +117,8 @@ def write_manifest(folder):
     digests |= _digests(folder, [name for name in names if name not in digests])
     contents = {"format": _FORMAT, "step": step, "files": {name: digests[name] for name in names}}
     io.write_text(folder / MANIFEST, json.dumps(contents, indent=1))
+    if not io.is_remote(folder):
+        io.flush(folder)
 
 
 def read_manifest(folder):
