@@ -38,6 +38,7 @@ def open_run(path, config=CONFIG):
     (folder / "meta").mkdir(parents=True, exist_ok=True)
     (folder / "meta/metadata").write_text(json.dumps({"record": record}))
     (folder / run_dir.MANIFEST).write_text("{}")
+    (path / run_dir.METRICS_FILE).touch()
     return run
 
 
@@ -68,7 +69,8 @@ def test_a_new_run_and_its_records(tmp_path):
     assert files_of(path) == before  # opening writes nothing
     assert not open_run(path).is_new
     assert len(json.loads((path / "run.json").read_text())["launches"]) == 2
-    assert sorted(p.name for p in path.iterdir()) == ["checkpoints", "config.json", "run.json"]
+    names = ["checkpoints", "config.json", "metrics.jsonl", "run.json"]
+    assert sorted(p.name for p in path.iterdir()) == names
 
 
 def test_permitted_changes_are_recorded(tmp_path):
