@@ -133,7 +133,7 @@ class TokenShards:
             paths = [Path(file) for file in find_files(name, where, root)]
             self._folder = paths[0].parent
             paths = [file for file in paths if not is_folder or file.suffix == ".bin"]
-        self._shards = []
+        shards = []
         remaining = max_bytes or sys.maxsize
         for shard in self._read_headers(paths, is_folder):
             with readable(name):
@@ -148,9 +148,14 @@ class TokenShards:
                 remaining -= count * shard.dtype.itemsize
                 shard = dataclasses.replace(shard, count=count)
             if shard.count:
-                self._shards.append(shard)
-        if not self._shards:
+                shards.append(shard)
+        if not shards:
             raise UsageError(f"{name}: the shards have no tokens")
+        # A copy of a shard, or a link to one, is left out.
+        distinct, digests = {}, file_digests(root, [shard.path for shard in shards])
+        for shard, digest in zip(shards, digests, strict=True):
+            distinct.setdefault((shard.split, digest), shard)
+        self._shards = list(distinct.values())
 
     def _read_headers(self, paths, is_folder):
         """The `_Shard`s of all files."""

@@ -10,6 +10,8 @@
     mix:A,B,...        the documents of several of these, one after another
 
 (`tokens:PATH`, text that is already tokenised, is in `shards.py`.)
+
+Of files with the same content only the first is read. A byte-order mark is not part of a text.
 """
 
 import contextlib
@@ -161,7 +163,7 @@ def _open_part(name, part, text_key, max_bytes, root, skipped=frozenset()):
     if kind == "stdlib":
         paths = _stdlib_files(name, skipped)
     else:
-        paths = find_files(name, argument, root)
+        paths = _distinct_files(name, find_files(name, argument, root), root)
     read_file = {
         "text": lambda path: _read_text(name, path, max_bytes),
         "stdlib": _read_python,
@@ -340,14 +342,36 @@ def find_files(name, argument, root):
         return fetch_files(name, argument, root)
     path = os.path.expanduser(argument)
     if os.path.isdir(path):
-        below = glob.glob("**", root_dir=path, recursive=True)
-        found = [os.path.join(path, file) for file in sorted(below)]
+        found = _files_below(path)
     else:
         found = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
     files = [file for file in found if os.path.isfile(file)]
     if not files:
         raise UsageError(f"{name}: no such file, or no file in this folder or of this pattern")
     return files
+
+
+def _files_below(path):
+    """The files below a folder, sorted. Links are followed, but no folder is entered twice."""
+    entered, files = set(), []
+    for folder, children, names in os.walk(path, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in entered:
+            children.clear()
+            continue
+        entered.add(real)
+        children[:] = sorted(child for child in children if not child.startswith("."))
+        files += [os.path.join(folder, name) for name in names if not name.startswith(".")]
+    return sorted(files)
+
+
+def _distinct_files(name, paths, root):
+    """The files without those that have the content of an earlier one."""
+    distinct = {}
+    with readable(name):
+        for path, digest in zip(paths, file_digests(root, paths), strict=True):
+            distinct.setdefault(digest, path)
+    return list(distinct.values())
 
 
 def fetch_files(name, address, root):
