@@ -57,7 +57,7 @@ class OpenedTexts:
             self._refuse_changes(recorded_origin)
         if not self.source:
             return
-        self._refuse_shared_shards()
+        self._refuse_training_on_held_out()
         if not self.eval_source:
             self.origin |= self._decision(recorded_origin, is_recorded_text)
         self.subset = Subset.load(c.subset) if c.subset else None
@@ -88,16 +88,23 @@ class OpenedTexts:
                     f"{str(recorded[key])[:8]} then, {self.origin[key][:8]} now): {remedy}"
                 )
 
-    def _refuse_shared_shards(self):
-        """UsageError if a shard of the eval_source is trained on, too.
+    def _refuse_training_on_held_out(self):
+        """UsageError if a held-out shard is trained on, too, or text is compared with tokens.
 
-        Documents of both texts are dropped from training; shards have no documents.
+        Held-out documents are dropped from training; shards are compared as whole files.
         """
-        if is_tokens(self.source) and is_tokens(self.eval_source):
-            if name := self.eval_source.find_training_shard_of(self.source):
+        heldout = self.eval_source or self.source
+        if is_tokens(heldout) != is_tokens(self.source):
+            raise UsageError(
+                f"{heldout.name} cannot be compared with {self.source.name}, since only one of "
+                "them is tokens, so held-out text could be trained on; use text or token shards "
+                "for both, or score it after training with --mode=evaluate"
+            )
+        if is_tokens(heldout):
+            if name := heldout.find_training_shard_of(self.source):
                 raise UsageError(
-                    f"{self.eval_source.name}: {name} is also a training shard of "
-                    f"{self.source.name}; select other training shards with a pattern"
+                    f"{heldout.name}: the held-out shard {name} is also a training shard of "
+                    f"{self.source.name}; select other shards with a pattern"
                 )
 
     def _decision(self, recorded, is_recorded_text):

@@ -239,13 +239,16 @@ class TokenShards:
         return [shard for shard in self._shards if shard.split == split]
 
     def find_training_shard_of(self, source):
-        """The name of a shard that is a training shard of the TokenShards `source`, or None.
+        """The name of a held-out shard that is a training shard of the TokenShards `source`, or
+        None.
 
-        Whole files are compared, even if max_bytes drops a part of one.
+        Whole files are compared, even if max_bytes drops a part of one. The held-out shards of the
+        `source` itself are those for evaluation, of others all.
         """
         training = [shard.path for shard in source._shards_of("train")]
         digests = set(file_digests(self._root, training))
-        paths = [shard.path for shard in self._shards]
+        heldout = self._shards_of("eval") if self is source else self._shards
+        paths = [shard.path for shard in heldout]
         pairs = zip(paths, file_digests(self._root, paths), strict=True)
         return next((path.name for path, digest in pairs if digest in digests), None)
 

@@ -311,7 +311,7 @@ def test_rows_are_well_filled_and_their_order_depends_on_the_seed(tmp_path):
     rng = np.random.default_rng(0)
     documents = [np.full(length, 7) for length in rng.integers(2, 300, 2000)]
     tokenizer = tokenizers.ByteTokenizer()
-    write_token_shards(tmp_path / "t", tokenizer, documents, documents)
+    write_token_shards(tmp_path / "t", tokenizer, documents, documents[::-1])
     changes = dict(packing=True, seq_len=128, batch_size=40)
     config = make_config(f"tokens:{tmp_path}/t", tmp_path, **changes)
     data, other = open_data(config, seed=0), open_data(config, seed=1)
