@@ -17,8 +17,8 @@ from efx.errors import UsageError
 log = logging.getLogger(__name__)
 
 # Raise these when the same text gives other tokens, or another tokenizer, than before.
-_VERSION = 2
-_TOKENIZER_VERSION = 3
+_VERSION = 3
+_TOKENIZER_VERSION = 4
 _LOG_SECONDS = 5
 SPLIT_NAMES = {"train": "training split", "eval": "held-out split"}
 SPLITS = tuple(SPLIT_NAMES)

@@ -14,6 +14,7 @@
 Of files with the same content only the first is read. A byte-order mark is not part of a text.
 """
 
+import codecs
 import contextlib
 import errno
 import glob
@@ -192,6 +193,7 @@ def _source_of(name, identity, read, max_bytes):
         remaining = max_bytes or float("inf")
         with readable(name):
             for document_name, data in read():
+                data = data.removeprefix(codecs.BOM_UTF8)
                 is_cut = len(data) > remaining
                 if is_cut:
                     data = whole_characters(data[:remaining])
@@ -273,8 +275,9 @@ def _language_reference(name, max_bytes):
 
 def _read_text(name, path, max_bytes):
     """Yield (path, bytes); UsageError for a binary file."""
+    most = len(codecs.BOM_UTF8) + max_bytes + 1  # one more, to see that the text goes on
     with open(path, "rb") as file:
-        data = file.read(max_bytes + 1 if max_bytes else -1)
+        data = file.read(min(most, os.path.getsize(path)) if max_bytes else -1)
     if b"\0" in data:
         if data.startswith(_COMPRESSED):
             raise UsageError(

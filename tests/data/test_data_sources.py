@@ -84,7 +84,7 @@ def test_max_bytes_cuts_between_characters(tmp_path):
     for name, text in (("a", "xé"), ("b", ""), ("c", "漢😀zz")):
         (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
     whole = "xé漢😀zz".encode()
-    for limit in range(1, 13):
+    for limit in (*range(1, 13), 1 << 62):
         texts = read_texts(f"text:{tmp_path}/*.txt", tmp_path, max_bytes=limit)
         assert all(texts) and "".join(texts) == whole[:limit].decode(errors="ignore")
 
