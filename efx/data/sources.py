@@ -46,6 +46,8 @@ _FORMS = {
     "hf": "hf:NAME",
     "mix": "mix:A,B",
 }
+# Commas between the parts of a mixture; a path may contain others.
+_BETWEEN_PARTS = re.compile(r",(?=[a-z]+:|(?:stdlib|pydoc)(?:,|$))")
 # Left out of the standard library: installed packages, tests (more than a third of it, absent on
 # some systems) and files that the build generated.
 _STDLIB_SKIPPED_FOLDERS = {
@@ -114,7 +116,7 @@ def _parts(spec, key):
     kind, argument = parse(spec, key)
     if kind != "mix":
         return [spec]
-    parts = argument.split(",")
+    parts = _BETWEEN_PARTS.split(argument)
     for part in parts:
         if parse(part, key)[0] in ("mix", "tokens"):
             raise UsageError(

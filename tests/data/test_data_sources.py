@@ -345,6 +345,17 @@ def test_a_mixture_is_the_documents_of_its_parts(two_folders, tmp_path):
         assert {d.component for d in mixed} == set(parts) and mixed[0].component == parts[0]
 
 
+def test_a_part_of_a_mixture_may_hold_a_comma(tmp_path):
+    names = ["a,b.txt", "c,stdlib.txt", "d.txt"]
+    for name in names:
+        (tmp_path / name).write_text(name)
+    mixture = "mix:" + ",".join(f"text:{tmp_path}/{name}" for name in names)
+    assert read_texts(mixture, tmp_path) == names
+    documents = read_documents(f"mix:pydoc,text:{tmp_path}/a,b.txt", tmp_path)
+    assert documents[-1].data == b"a,b.txt" and len(documents) > 50
+    refuse_data(make_config("mix:stdlib,txt:a", tmp_path, split="documents"), "'txt:a'")
+
+
 def test_pieces_are_the_document(tmp_path):
     texts = ["line of text\n" * 40, "é" * 70, "x" * 16, "y" * 17]
     for i, text in enumerate(texts):
