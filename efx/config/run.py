@@ -53,8 +53,8 @@ class DataConfig:
     seq_len: Count = 256  # tokens in a row
     batch_size: Count = 16  # sequences in a step, over all devices and hosts
     # A source that is held out as a whole, independent of max_bytes: official test files, or
-    # with --mode=evaluate any other text. Nothing is held out of `source` then, but documents of
-    # eval_source are excluded from training. "": use the next two settings.
+    # with --mode=evaluate any other text. Nothing is held out of `source` then, but documents that
+    # exactly equal one of eval_source are not trained on. "": use the next two settings.
     eval_source: str = ""
     eval_fraction: ProperFraction = 0.1  # fraction of the source that is held out
     # "tail": the end of the stream; "documents": whole documents, by hash
