@@ -30,6 +30,7 @@ from efx.parallel import sharding
 from efx.train import memory, optim, other_runs
 from efx.train import step as step_lib
 
+
 _executed_flops = functools.lru_cache(maxsize=64)(flops.executed)
 
 
@@ -284,8 +285,8 @@ def without_text(config, vocab_size, devices=None, of_run=False, planned=None):
         _check_adapter(config)
         steps, stages = _steps_and_stages(config, model, teacher)
     else:
-        parts = _capacity_stages(model, config.data.seq_len)
-        steps, stages = config.steps or 1000, tuple(Stage(0, *stage) for _, *stage in parts)
+        steps = config.steps or 1000
+        stages = tuple(Stage(0, *stage) for _, *stage in _parts(config, model))
     return Experiment(config, None, model, mesh, rules, None, steps, stages, teacher)
 
 
@@ -473,7 +474,7 @@ def read_teacher(experiment, step=None):
 
 def _steps_and_stages(config, model, teacher):
     """(number of steps, stages) of a run."""
-    parts = _capacity_stages(model, config.data.seq_len)
+    parts = _parts(config, model)
     steps = _total_steps(config, parts, teacher)
     if config.log.profile_at >= steps:
         raise UsageError(
@@ -483,14 +484,27 @@ def _steps_and_stages(config, model, teacher):
     return steps, tuple(Stage(round(start * steps), *stage) for start, *stage in parts)
 
 
-def _capacity_stages(model, length):
-    """[(first fraction of the training, model, ledger)] of `depth_routing.capacity_stages`."""
-    routing, start, parts = model.config.depth_routing, 0.0, []
-    for end, capacity in routing.capacity_stages:
-        staged = models.changed(model, **{"depth_routing.capacity": capacity})
-        parts.append((start, staged, staged.ledger(length)))
-        start = end
-    return [*parts, (start, model, model.ledger(length))]
+def _parts(config, model):
+    """[(first fraction of the training, model, ledger)] of the stages of a run."""
+    length = config.data.seq_len
+    return [(start, m, m.ledger(length)) for start, m in _capacity_stages(model)]
+
+
+def _capacity_stages(model):
+    """[(first fraction of the training, model)] of `depth_routing.capacity_stages`."""
+    stages = model.config.depth_routing.capacity_stages
+    staged = [models.changed(model, **{"depth_routing.capacity": c}) for _, c in stages]
+    return list(zip([0.0, *(end for end, _ in stages)], [*staged, model], strict=True))
+
+
+def _model_at(model, step, steps):
+    """The model of the stage that trained `step`, of the first stage for step 0.
+
+    Args:
+      steps: those of the run; 0 if unknown: the last stage.
+    """
+    started = [m for start, m in _capacity_stages(model) if not step or round(start * steps) < step]
+    return started[-1 if step else 0]
 
 
 def _total_steps(config, parts, teacher=None):
@@ -577,6 +591,8 @@ def _check_batch(config, mesh, rules):
 def finished(config, workdir, step=None, splits=()):
     """(Experiment or Setup, step, parameters for evaluation, variables) of a run's checkpoint.
 
+    The model is that of the stage of capacity that trained the checkpoint.
+
     Args:
       config: ConfigDict or `Config`. step: of the checkpoint; None: the newest.
       splits: those of the data to load, see `efx.data.load`; without any only the model is built.
@@ -601,7 +617,8 @@ def finished(config, workdir, step=None, splits=()):
             vocab_size=built.model.vocab_size,
             whole=with_optimizer,
         )
-    state = restored.state
+    model = _model_at(built.model, restored.step, restored.meta.get("last_step", 0))
+    state, built = restored.state, dataclasses.replace(built, model=model)
     params = optim.eval_params(config.optim.name, state.opt_state, state.params)
     return built, restored.step, params, state.variables
 

@@ -14,7 +14,6 @@ from efx.layers import flops
 from efx.routing.config import DepthRoutingConfig
 from efx.train import step
 
-
 pytestmark = pytest.mark.usefixtures("new_rules")
 ROUTED = {"depth_routing.kind": "mod", "depth_routing.every": 1, "depth_routing.capacity": 0.25}
 
