@@ -31,9 +31,6 @@ from efx.train import memory, optim, other_runs
 from efx.train import step as step_lib
 
 
-_executed_flops = functools.lru_cache(maxsize=64)(flops.executed)
-
-
 @dataclasses.dataclass(frozen=True)
 class Setup:
     """A checked `Config` and its model (of the last stage of training)."""
@@ -89,8 +86,8 @@ class Experiment(Setup):
             if steps and nominal:
                 total += steps * stage.ledger.train_flops(self.tokens_per_step)
             elif steps:
-                forward = _executed_flops(stage.model, c.seq_len, c.batch_size // micro_batches)
-                total += steps * flops.TRAIN_FACTOR * micro_batches * forward
+                forward = flops.executed(stage.model, c.seq_len, c.batch_size // micro_batches)
+                total += steps * stage.ledger.train_factor * micro_batches * forward
         return total
 
     def teacher_flops(self, nominal=True):
@@ -101,7 +98,7 @@ class Experiment(Setup):
             return _nominal_teacher_flops(self.config, self.teacher)
         c, micro_batches = self.config.data, self.config.train.accumulation
         rows = c.batch_size // micro_batches
-        return micro_batches * _executed_flops(self.teacher.model, c.seq_len, rows, train=False)
+        return micro_batches * flops.executed(self.teacher.model, c.seq_len, rows, train=False)
 
 
 class Training:
@@ -486,8 +483,20 @@ def _steps_and_stages(config, model, teacher):
 
 def _parts(config, model):
     """[(first fraction of the training, model, ledger)] of the stages of a run."""
-    length = config.data.seq_len
-    return [(start, m, m.ledger(length)) for start, m in _capacity_stages(model)]
+    return [(start, m, _ledger(config, m)) for start, m in _capacity_stages(model)]
+
+
+def _ledger(config, model):
+    """The ledger of a training sequence."""
+    c, ledger = config.data, model.ledger(config.data.seq_len)
+    if not config.optim.frozen:
+        return ledger
+    groups = optim.parameter_groups(config.optim, models.unboxed_shapes(model)["params"])
+    frozen = frozenset(path for path, group in groups.items() if group.frozen)
+    rows = c.batch_size // config.train.accumulation
+    return dataclasses.replace(
+        ledger, train_factor=flops.train_factor(model, c.seq_len, rows, frozen)
+    )
 
 
 def _capacity_stages(model):

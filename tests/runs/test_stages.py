@@ -72,6 +72,15 @@ def test_only_new_parameters_train(text, dense, tmp_path):  # noqa: F811
     assert new and all("router" in path for path in new)
     first, *_, last = training_rows(tmp_path / "run")
     assert last["losses/router_bce"] < first["losses/router_bce"]
+    # Beside the forward pass a step computes the gradients of the router and of the head's input.
+    e = setup.experiment(to_config(config_of_run(tmp_path / "run")))
+    parts = e.ledger.nominal
+    sequence = sum(parts.values()) + parts["router"] + parts["head"]
+    tokens = last["step"] * e.tokens_per_step
+    assert last["flops"] == pytest.approx(tokens * sequence / e.ledger.length, rel=0.01)
+    ratio = last["flops"] / (tokens * e.ledger.nominal_per_token)
+    executed = flops.executed(e.model, e.config.data.seq_len, e.config.data.batch_size)
+    assert last["flops_realised"] == pytest.approx(last["step"] * ratio * executed)
 
 
 AVERAGED = {"optim.name": "schedule_free_adamw", "optim.schedule.kind": "constant"}
