@@ -355,7 +355,8 @@ class EvaluateConfig:
     every: Natural = 250  # steps; 0: only at the end
     batch_size: Count = 16  # rows at a time
     max_batches: Natural = 0  # 0: the whole held-out split
-    # Batches of training text that set the thresholds of routed blocks first; 0: as trained
+    # Batches of training text that set the thresholds of routed blocks in the last checkpoint, and
+    # in an export; 0: as trained
     calibrate: Natural = 0
     # Rows of random tokens whose second half repeats the first: does the model copy? 0: none
     repeated_rows: Annotated[int, Range(least=0, most=2**16)] = 0
