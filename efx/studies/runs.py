@@ -257,7 +257,7 @@ def is_finished(run):
 def results(runs):
     """Return one row for each run: its labels and the last value of each metric.
 
-    "min:eval/loss" is the least held-out loss.
+    "min:eval/loss" is the least held-out loss, None if the last one is not finite.
 
     Raises: UsageError for a run that has not finished.
     """
@@ -269,7 +269,8 @@ def results(runs):
         for row in read_metrics(run.folder):
             last |= row  # None where a value was not finite
             losses += [row["eval/loss"]] if row.get("eval/loss") is not None else []
-        last["min:eval/loss"] = min(losses, default=None)
+        is_finite = last.get("eval/loss") is not None
+        last["min:eval/loss"] = min(losses) if is_finite else None
         record = run_dir.run_record(run.folder)
         launch = record["launches"][-1]
         rows.append(

@@ -30,9 +30,8 @@ from efx.studies import runs as runs_lib
 from efx.studies.statistics import difference
 
 KEYS = ("config", "seeds", "equal", "runs", "columns")
-LOSS = "held-out loss (nats)"
 COLUMNS = {
-    LOSS: "eval/loss",
+    tables.LOSS: "eval/loss",
     "bits per byte": "eval/bits_per_byte",
     "training FLOPs": "flops",
     "tokens": "tokens",
@@ -123,7 +122,7 @@ def table_of(results, sweep):
     known = {title: metric for title, metric in columns.items() if metric in results}
     per_run = pd.DataFrame({title: results[metric] for title, metric in known.items()})
     groups, rows = per_run.groupby("name", sort=False), []
-    stats = {name: _stats(group[LOSS]) for name, group in groups}
+    stats = {name: _stats(group[tables.LOSS]) for name, group in groups}
     first = next(iter(stats))
     for name, group in groups:
         cells = [_cell(title, group[title]) for title in per_run if title not in ("name", "seed")]
@@ -147,14 +146,10 @@ def _difference_cell(a, b):
 
 
 def _cell(title, values):
-    finite = values.dropna()
-    if finite.empty:  # no run logs this metric, or all diverged
-        return "not finite" if title == LOSS else ""
-    if title in QUANTITIES:
-        return quantity(finite.mean(), QUANTITIES[title])
-    spread = f" ± {finite.std():.4f}" if len(finite) > 1 else ""
-    diverged = len(values) - len(finite)
-    return f"{finite.mean():.4f}{spread}" + (f" ({diverged} not finite)" if diverged else "")
+    if title not in QUANTITIES:
+        return tables.mean_and_spread(title, values)
+    known = values.dropna()
+    return "" if known.empty else quantity(known.mean(), QUANTITIES[title])
 
 
 def study(arguments):
