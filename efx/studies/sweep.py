@@ -14,7 +14,8 @@ With equal="flops" or "tokens", the first run trains before the others, and all 
 tokens as it used; with "" the settings decide. Every command line is checked before the first run.
 `--sweep FILE:PART` calls `get_sweep("PART")`. Runs are in WORKDIR/<name>-seed<n>. An interrupted
 sweep resumes, and finished runs are not repeated. Arguments after `--` go to every run. The table,
-WORKDIR/table.md, compares each row with the first; WORKDIR/table.csv has a row for each run.
+WORKDIR/table.md, compares each row with the first; WORKDIR/table.csv has a row for each run. They
+have no seconds if runs shared the machine (--jobs).
 """
 
 import math
@@ -98,7 +99,7 @@ def make_runs(sweep, workdir, extra=(), budget=()):
     return runs
 
 
-def equal_budget(sweep, workdir, extra, first):
+def equal_budget(sweep, first):
     """Return the arguments that give a run the budget that the finished run `first` has used."""
     used = runs_lib.results([first]).iloc[0]
     if sweep["equal"] == "flops":
@@ -111,6 +112,8 @@ def equal_budget(sweep, workdir, extra, first):
 def table_of(results, sweep):
     """Return (one row for each run, Markdown with mean and deviation over seeds)."""
     columns = dict(COLUMNS)
+    if "seconds" in results and results["seconds"].isna().any():
+        del columns["seconds"]
     for title, metrics in sweep["columns"].items():
         known = [metric for metric in metrics.split("|") if metric in results]
         if not known:
@@ -166,7 +169,7 @@ def study(arguments):
             print(first.command())
             print("# the others get as many FLOPs or tokens: rerun when this run has finished")
             return
-        runs = make_runs(sweep, workdir, extra, equal_budget(sweep, workdir, extra, first))
+        runs = make_runs(sweep, workdir, extra, equal_budget(sweep, first))
     if arguments.print_commands:
         return runs_lib.print_commands(runs)
     if not arguments.table_only:

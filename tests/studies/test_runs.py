@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,13 +41,17 @@ def here(root, monkeypatch):
 @pytest.fixture
 def started(monkeypatch):
     """The names of the runs that were made, each in this process."""
-    names = []
+    names, start = [], runs_lib.start
 
-    def start(run, cpus, processes):
+    def start_and_record(run, cpus, processes):
         names.append(run.name)
-        assert main.main(["efx", *run.arguments]) == 0
+        start(run, cpus, processes)
 
-    monkeypatch.setattr(runs_lib, "start", start)
+    def run_here(self, command, environment=None, output=None):
+        return main.main(["efx", *command[3:]])
+
+    monkeypatch.setattr(runs_lib, "start", start_and_record)
+    monkeypatch.setattr(runs_lib.Processes, "run", run_here)
     return names
 
 
@@ -63,6 +68,13 @@ def test_a_sweep_from_runs_to_table(tmp_path, started, one_device):
     text = (workdir / "table.md").read_text()
     assert "±" in text and "minus MoD" in text
     assert sweep.main(argv) == 0 and len(started) == 4  # finished runs are not repeated
+    assert table.seconds.gt(0).all() and "seconds" in text
+    # Those of a run that shared the machine do not compare, also in a later launch.
+    shutil.rmtree(workdir / "dense-seed1")
+    for flags in (["--jobs=2"], []):
+        assert sweep.main([*argv, *flags]) == 0 and len(started) == 5
+        assert "seconds" not in pd.read_csv(workdir / "table.csv")
+        assert "seconds" not in (workdir / "table.md").read_text()
 
 
 def test_equal_tokens_are_steps_of_each_batch(tmp_path, monkeypatch):
@@ -72,7 +84,7 @@ def test_equal_tokens_are_steps_of_each_batch(tmp_path, monkeypatch):
     spec = {"config": "mod:smoke", "seeds": (0,), "equal": "tokens"}
     spec |= {"runs": {"first": size, "second": size}}
     first = sweep.make_runs(spec, tmp_path)[0]
-    budget = sweep.equal_budget(spec, tmp_path, (), first)
+    budget = sweep.equal_budget(spec, first)
     second = sweep.make_runs(spec, tmp_path, (), budget)[1]
     assert second.config().steps == 40 and first.config().steps != 40
 
