@@ -9,6 +9,7 @@ drawn as `docs/images/mod_by_budget.png`. `comparisons.csv` has differences of l
 append a row with its file, budget, name and against.
 """
 
+import itertools
 import pathlib
 import sys
 
@@ -19,6 +20,8 @@ from efx.studies import cli
 from efx.studies.statistics import difference
 
 RESULTS = pathlib.Path("results")
+TEXTS = ("file", "name", "family", "size", "against", "method")
+TEXTS += ("text", "tokenizer", "settings", "machine", "revision")
 OUT = "mod_by_budget"
 MOD = "MoD 12.5%"
 BASELINES = {"dense": "dense", "half_depth": "dense, half as deep"}
@@ -39,14 +42,20 @@ RATES_SELECTED_ON = {"mod_evidence_own_rates": 0}
 
 def read(name, folder=RESULTS):
     """The table of a result, and its header as {key: [values]}."""
-    path = pathlib.Path(folder) / f"{name}.csv"
+    return read_file(pathlib.Path(folder) / f"{name}.csv")
+
+
+def read_file(path):
+    """The table of a CSV file, and its header. TEXTS are read as they are, also "#1" and "None"."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    comments = list(itertools.takewhile(lambda line: line.startswith("#"), lines))
     header = {}
-    for line in path.read_text().splitlines():
-        if not line.startswith("#"):
-            break
+    for line in comments:
         key, _, value = line.removeprefix("#").strip().partition(": ")
         header.setdefault(key, []).append(value)
-    return pd.read_csv(path, comment="#"), header
+    # "#" begins a comment only there: it may be a part of a name.
+    options = {"skiprows": len(comments), "keep_default_na": False, "na_values": [""]}
+    return pd.read_csv(path, **options, dtype=dict.fromkeys(TEXTS, str)), header
 
 
 def write(path, table, header):
@@ -54,7 +63,7 @@ def write(path, table, header):
     lines = []
     for key, values in header.items():
         values = values if isinstance(values, list) else [values]
-        lines += [f"# {key}: {value}\n" for value in values]
+        lines += [f"# {key}: {' '.join(str(value).splitlines())}\n" for value in values]
     io.write_atomic(pathlib.Path(path), "".join(lines) + table.to_csv(index=False))
 
 
