@@ -30,8 +30,6 @@ from efx.parallel import sharding
 from efx.train import memory, optim, other_runs
 from efx.train import step as step_lib
 
-_executed_flops = functools.lru_cache(maxsize=64)(flops.executed)
-
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
@@ -88,7 +86,7 @@ class Experiment(Setup):
             if steps and nominal:
                 total += steps * stage.ledger.train_flops(self.tokens_per_step)
             elif steps:
-                forward = _executed_flops(stage.model, c.seq_len, c.batch_size // micro_batches)
+                forward = flops.executed(stage.model, c.seq_len, c.batch_size // micro_batches)
                 total += steps * flops.TRAIN_FACTOR * micro_batches * forward
         return total
 
@@ -100,7 +98,7 @@ class Experiment(Setup):
             return _nominal_teacher_flops(self.config, self.teacher)
         c, micro_batches = self.config.data, self.config.train.accumulation
         rows = c.batch_size // micro_batches
-        return micro_batches * _executed_flops(self.teacher.model, c.seq_len, rows, train=False)
+        return micro_batches * flops.executed(self.teacher.model, c.seq_len, rows, train=False)
 
 
 class Training:
