@@ -13,7 +13,6 @@ import pathlib
 import sys
 
 from efx import io
-from efx.errors import UsageError, extra
 from efx.logging import quantity
 from efx.studies import cli, metrics
 
@@ -64,10 +63,6 @@ def cell(value, shown=None):
 
 def page(paths):
     """Return the page of these runs as HTML."""
-    try:
-        import plotly  # noqa: F401
-    except ImportError as error:
-        raise UsageError(f"a report needs {extra('studies')}") from error
     table, runs = metrics.read_runs(paths)
     figures, script = [], True
     finite = table.replace(math.inf, math.nan)
