@@ -72,6 +72,7 @@ def needed_by_studies():
 
 @pytest.mark.parametrize("package", needed_by_studies())
 def test_each_missing_package_of_studies_is_named(package, monkeypatch):
+    pytest.importorskip("pandas", reason="the extra `studies` is not installed")
     for name in [name for name in sys.modules if name.startswith(("efx.studies", "efx.compos"))]:
         monkeypatch.delitem(sys.modules, name)  # imported by another test
     monkeypatch.setitem(sys.modules, package, None)  # as if not installed
