@@ -20,8 +20,11 @@ from efx.studies import cli
 from efx.studies.statistics import difference
 
 RESULTS = pathlib.Path("results")
-TEXTS = ("file", "name", "family", "size", "against", "method")
-TEXTS += ("text", "tokenizer", "settings", "machine", "revision")
+# Columns of names and hashes, whatever they look like.
+TEXTS = (
+    "file", "name", "family", "size", "against", "method", "text", "tokenizer", "settings",
+    "machine", "revision",
+)  # fmt: skip
 OUT = "mod_by_budget"
 MOD = "MoD 12.5%"
 BASELINES = {"dense": "dense", "half_depth": "dense, half as deep"}
@@ -46,14 +49,14 @@ def read(name, folder=RESULTS):
 
 
 def read_file(path):
-    """The table of a CSV file, and its header. TEXTS are read as they are, also "#1" and "None"."""
+    """The table of a CSV file, and its header as {key: [values]}."""
     lines = path.read_text(encoding="utf-8").splitlines()
     comments = list(itertools.takewhile(lambda line: line.startswith("#"), lines))
     header = {}
     for line in comments:
         key, _, value = line.removeprefix("#").strip().partition(": ")
         header.setdefault(key, []).append(value)
-    # "#" begins a comment only there: it may be a part of a name.
+    # Below the header "#", and "None" or "NA", may be names or parts of one.
     options = {"skiprows": len(comments), "keep_default_na": False, "na_values": [""]}
     return pd.read_csv(path, **options, dtype=dict.fromkeys(TEXTS, str)), header
 

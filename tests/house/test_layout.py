@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+
+from efx.interop.hf_export import TRANSFORMERS
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ("__init__.py", "common.py")
@@ -82,7 +85,10 @@ def test_what_continuous_integration_installs_is_pinned_within_the_ranges():
     (installed,) = re.findall(r"--extras (\S+)", (ROOT / ".ci/run").read_text())
     always = [Requirement(line) for line in project["dependencies"]]
     needed = [*always, *(Requirement(x) for key in installed.split(",") for x in extras[key])]
-    accepted = {canonicalize_name(each.name): each.specifier for each in needed}
+    accepted = {}
+    for each in needed:
+        name = canonicalize_name(each.name)
+        accepted[name] = accepted.get(name, SpecifierSet()) & each.specifier
     for pin in pins(*PINS):
         (only,) = pin.specifier
         assert only.operator == "==" and "*" not in only.version, pin
@@ -104,6 +110,7 @@ def test_extras_accept_ranges():
     for line in sum(project["optional-dependencies"].values(), project["dependencies"]):
         operators = {each.operator for each in Requirement(line).specifier}
         assert not operators & {"==", "===", "~="}, line
+    assert TRANSFORMERS in project["optional-dependencies"]["interop"]
 
 
 def test_extras_that_are_named_exist():
