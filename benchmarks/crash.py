@@ -26,6 +26,7 @@ import numpy as np
 from benchmarks.common import command
 from efx.checkpoint import arrays, manifest
 from efx.logging import read_metrics
+from efx.run_dir import finished_steps
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SETTINGS = {
@@ -118,7 +119,7 @@ def check_end(process, statuses, words="", seconds=300):
 def contents(folder):
     """Return {name: value} of what two equal runs have alike."""
     checkpoints = manifest.as_root(folder / "checkpoints")
-    newest = checkpoints / str(manifest.finished_steps(checkpoints)[-1])
+    newest = checkpoints / str(finished_steps(checkpoints)[-1])
     manifest.verify(newest)
     targets = {
         path: arrays.with_sharding(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
@@ -169,7 +170,7 @@ def disks(bench):
     process = bench.launch_until_random_moment(folder)
     folder.rename(away)
     check_end(process, [2], str(folder), SECONDS_TO_STOP)
-    if manifest.finished_steps(manifest.as_root(folder / "checkpoints")):
+    if finished_steps(folder / "checkpoints"):
         raise Lost(f"{folder}: a checkpoint in a directory that had vanished")
     bench.check_finished(away)
 

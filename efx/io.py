@@ -238,8 +238,8 @@ class Mirror:
             warn(error)
 
     def _upload(self):
-        files = [p for p in self.path.rglob("*") if p.is_file() and not _is_temporary(p.name)]
-        present = {path.relative_to(self.path).as_posix(): path for path in files}
+        files = {p.relative_to(self.path): p for p in self.path.rglob("*") if p.is_file()}
+        present = {name.as_posix(): p for name, p in files.items() if not _is_temporary(name)}
         with _report_store_errors(self._run_directory):
             for name, path in present.items():
                 try:
@@ -303,22 +303,53 @@ def stays_below(name):
 def replacing(path):
     """Yield a temporary path for a new file or directory, which replaces `path` at the end.
 
-    Readers see the old contents until then, also after a crash. An error deletes the new contents.
-    A new directory can only replace an empty one or none.
+    Readers see the old contents until then, also after a crash, and the new ones are on the disk
+    when this returns. An error deletes the new contents. Several processes may replace a file at
+    the same time. A new directory can only replace an empty one or none.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    # In a directory of its own, since tempfile's files are readable by their owner alone.
+    with tempfile.TemporaryDirectory(
+        prefix=f".{path.name}.", suffix=".tmp", dir=path.parent
+    ) as folder:
+        part = pathlib.Path(folder, path.name)
         yield part
-        part.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(part) if part.is_dir() else part.unlink()
-        raise
+        move(part, path)
 
 
-def _is_temporary(name):
-    """Whether `name` is that of a temporary file of `replacing`."""
-    return name.startswith(".") and name.endswith(".tmp")
+def _is_temporary(path):
+    """Whether a relative path is inside a temporary directory of `replacing`."""
+    return any(name.startswith(".") and name.endswith(".tmp") for name in path.parts)
+
+
+def move(source, target):
+    """Rename a file or directory; its contents and its new name are on the disk afterwards."""
+    flush(source)
+    os.replace(source, target)
+    flush_names(target.parent)
+
+
+def flush(path):
+    """Flush a file, or a directory and all files in it, to the disk."""
+    if path.is_dir():
+        for child in path.iterdir():
+            flush(child)
+        flush_names(path)
+    else:
+        _fsync(path)
+
+
+def flush_names(folder):
+    """Flush the names in a directory to the disk, if its file system can do that."""
+    with contextlib.suppress(OSError):
+        _fsync(folder)
+
+
+def _fsync(path):
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def write_text(path, text):
@@ -326,10 +357,8 @@ def write_text(path, text):
     if is_remote(path):  # a store replaces whole objects
         path.write_text(text)
         return
-    with replacing(path) as part, open(part, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    with replacing(path) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 def write_atomic(path, text):

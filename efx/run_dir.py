@@ -2,7 +2,7 @@
 
     config.json      every setting, sorted
     run.json         the run's record, and one entry for each launch (versions, git revision,
-                     devices, command line, time, attention kernels)
+                     devices, command line, time, attention kernels, newest saved checkpoint)
     held_out.json    the held-out part of the text              (efx.data.opened)
     tokenizer.json
     metrics.jsonl    one line for each logged step              (efx.logging)
@@ -16,8 +16,9 @@ checksums. A launch that resumes is compared with that record alone; config.json
 readable copies.
 
 `open_run` checks the directory and writes nothing. `OpenedRun.commit` writes after all checks have
-passed, so a launch that fails leaves the directory unchanged. A directory without a checkpoint is
-free for any config. `Lock` refuses a second launch.
+passed, so a launch that fails leaves the directory unchanged. Until its first checkpoint is saved a
+directory is free for any config; a directory that has lost its checkpoints since is refused. `Lock`
+refuses a second launch.
 """
 
 import contextlib
@@ -40,7 +41,10 @@ from efx.parallel import multihost
 CONFIG_FILE = "config.json"
 RUN_FILE = "run.json"
 CHECKPOINTS = "checkpoints"
-MANIFEST = "efx_manifest.json"  # of a complete checkpoint, see efx.checkpoint
+# Of a checkpoint, see efx.checkpoint.
+MANIFEST = "efx_manifest.json"
+ITEMS = ("state", "data", "meta")
+COMMITTED = "commit_success.txt"  # orbax's last file in an object store
 METRICS_FILE = "metrics.jsonl"
 HELD_OUT_FILE = "held_out.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -76,6 +80,22 @@ def checkpoint_steps(root):
     return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]{0,17}", name))
 
 
+def is_finished(folder):
+    """Whether a step was saved to its end; it may have been damaged later.
+
+    A step without its manifest counts, so that a deleted manifest is reported as damage. In an
+    object store, which cannot rename, an unfinished step has its final name.
+    """
+    if io.is_remote(folder):
+        return (folder / MANIFEST).exists() and (folder / COMMITTED).exists()
+    return (folder / MANIFEST).exists() or all((folder / item).is_dir() for item in ITEMS)
+
+
+def finished_steps(root):
+    """The finished steps in ascending order."""
+    return [step for step in checkpoint_steps(root) if is_finished(root / str(step))]
+
+
 def newest_meta(workdir):
     """(step, meta) of the newest checkpoint with readable metadata; (None, {}) without one."""
     root = io.folder(workdir) / CHECKPOINTS
@@ -98,7 +118,8 @@ def run_record(workdir):
     """The run's record, and `launches` of run.json; {} without a run."""
     path = io.folder(workdir) / RUN_FILE
     contents = _read_dict(path) if path.is_file() else {}
-    if not isinstance(contents.get("launches", []), list):
+    launches = contents.get("launches", [])
+    if not isinstance(launches, list) or not all(isinstance(each, dict) for each in launches):
         raise UsageError(f"{path}: not the record of a run; delete it (it is a copy)")
     return {**contents, **checkpoint_record(workdir)}
 
@@ -258,6 +279,7 @@ class OpenedRun:
         launch = describe_launch(self.command_line)
         if not self.is_new:
             launch["changed"] = self.changed
+            launch["saved"] = newest_meta(self.path)[0]
         launches = [] if self.is_new else run_record(self.path).get("launches", [])
         with io.report_write_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -293,7 +315,6 @@ def open_run(workdir, config, *, command_line, may_differ=(), completed=None):
 
     def check():
         changed.update(check_config(workdir, config, may_differ, completed))
-        run_record(workdir)  # report a damaged file before anything is written
 
     if not is_new:
         multihost.run_on_primary(workdir, check)
@@ -309,12 +330,30 @@ def _is_new(workdir):
         # Models in Hugging Face's format have a config.json too.
         if path.exists() and "steps" not in _read_dict(path):
             raise UsageError(f"{path}: not a config of efx; use another --workdir")
-        if not path.exists() and (folder / METRICS_FILE).exists():
-            raise UsageError(
-                f"--workdir={workdir} has {METRICS_FILE} but no {CONFIG_FILE}; use another "
-                "--workdir"
-            )
+    _check_nothing_moved(folder)
     return not holds_result(folder)
+
+
+def _check_nothing_moved(folder):
+    """UsageError if a part of the run was moved, or its disk is not mounted.
+
+    This launch would write that part from the start.
+    """
+    steps, has_metrics = finished_steps(folder / CHECKPOINTS), (folder / METRICS_FILE).exists()
+    launches = run_record(folder).get("launches", [])
+    saved = [step for launch in launches if (step := launch.get("saved")) is not None]
+    present, missing = METRICS_FILE, []
+    if saved and not steps:
+        present, missing = RUN_FILE, [f"{CHECKPOINTS}/{saved[-1]}"]
+    elif any(steps) and not has_metrics:
+        present, missing = f"{CHECKPOINTS}/{steps[-1]}", [METRICS_FILE]
+    elif has_metrics and not steps:
+        missing = [name for name in (CONFIG_FILE, RUN_FILE) if not (folder / name).exists()]
+    if missing:
+        raise UsageError(
+            f"--workdir={folder} has {present} but no {missing[0]}; restore or mount it, or use "
+            "another --workdir"
+        )
 
 
 def _check_writable(folder):
@@ -487,15 +526,12 @@ def describe_launch(command_line):
 
 
 def amend_launch(workdir, **entries):
-    """Add entries to the newest launch in run.json. All processes call this; process 0 writes."""
-
-    def amend():
-        path = io.folder(workdir) / RUN_FILE
+    """Add entries to the newest launch in run.json, if there is one. Process 0 calls this."""
+    path = io.folder(workdir) / RUN_FILE
+    if path.is_file():
         contents = _read_dict(path)
         contents["launches"][-1] |= entries
         _write_json(path, contents)
-
-    multihost.run_on_primary(workdir, amend)
 
 
 def machine_of(launch):

@@ -29,8 +29,9 @@ end() {
 
 root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 if [ -n "${EFX_STORAGE:-}" ]; then
-  probe="$EFX_STORAGE/.efx-probe-$(hostname)-$$"
-  if ! { mkdir -p "$probe" && : >"$probe/file" && mv "$probe" "$probe-renamed"; } 2>/dev/null; then
+  probe=''
+  if ! { mkdir -p "$EFX_STORAGE" && probe="$(mktemp -d "$EFX_STORAGE/.efx-probe-XXXXXX")" &&
+    : >"$probe/file" && mv "$probe" "$probe-renamed"; } 2>/dev/null; then
     rm -rf -- "$probe"
     echo "efx: error: EFX_STORAGE=$EFX_STORAGE: cannot create and rename a folder there; give a" \
       "writable folder, or a bucket with a hierarchical namespace" >&2

@@ -15,10 +15,10 @@ import jax
 from efx import io
 from efx.checkpoint import arrays, errors, manifest
 from efx.checkpoint.errors import CheckpointError, Damage
-from efx.errors import warn
+from efx.errors import is_primary, warn
 from efx.parallel import multihost
 from efx.parallel.sharding import path_names
-from efx.run_dir import Home, checkpoint_steps
+from efx.run_dir import Home, amend_launch, checkpoint_steps, finished_steps, is_finished
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Checkpointer:
 
     def steps(self):
         """Return the finished steps in increasing order, without those found damaged."""
-        return [s for s in manifest.finished_steps(self._root) if s not in self._damaged]
+        return [s for s in finished_steps(self._root) if s not in self._damaged]
 
     def latest_step(self):
         """Return the newest finished step that process 0 sees, or None."""
@@ -127,6 +127,11 @@ class Checkpointer:
                     raise self._failure
                 time.sleep(0.01)
             self._manager.wait_until_finished()
+            if is_primary():
+                if not io.is_remote(self._root):
+                    io.flush_names(self._root)
+                # A later launch refuses a directory that has lost its checkpoints.
+                amend_launch(self._root.parent, saved=self._saving)
         except Exception as error:
             raise self._fail(error) from error
         self._saving = None
@@ -187,7 +192,7 @@ class Checkpointer:
         its save.
         """
         steps = [info.step for info in checkpoints]
-        finished = {s for s in steps if manifest.is_finished(self._root / str(s))}
+        finished = {s for s in steps if is_finished(self._root / str(s))}
         usable = finished | {self._saving}
         kept = {*sorted(usable)[-self._keep_last :], *self._by_score(usable)[: self._keep_best]}
         return [step in kept or step not in usable for step in steps]

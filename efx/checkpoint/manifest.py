@@ -19,12 +19,10 @@ from etils import epath
 from efx import io
 from efx.checkpoint.errors import CheckpointError, Damage, TransientCheckpointError, describe
 from efx.parallel import multihost
-from efx.run_dir import MANIFEST, checkpoint_steps
+from efx.run_dir import COMMITTED, MANIFEST, is_finished
 
-_ITEMS = ("state", "data", "meta")
-_COMMITTED = "commit_success.txt"  # orbax's last file of a checkpoint in an object store
 # Orbax changes its own records after the manifest is written; a restore does not need them.
-_UNCHECKED = {"_CHECKPOINT_METADATA", _COMMITTED, MANIFEST}
+_UNCHECKED = {"_CHECKPOINT_METADATA", COMMITTED, MANIFEST}
 _FORMAT = 1  # of manifests
 # Results of `verify` on one process, besides the position of the first damaged file.
 _UNREADABLE, _BAD_MANIFEST, _INTACT = -2, -1, 2**31 - 1
@@ -38,22 +36,6 @@ _VISIBLE_SECONDS = 60  # within which a network file system shows a new checkpoi
 def as_root(root):
     """Return the absolute epath of a local directory or of gs://BUCKET/FOLDER."""
     return epath.Path(root if io.is_remote(root) else os.path.abspath(root))
-
-
-def is_finished(folder):
-    """Return whether a step was saved to its end; it may have been damaged later.
-
-    A step without its manifest counts, so that a deleted manifest is reported as damage. In an
-    object store, which cannot rename, an unfinished step has its final name.
-    """
-    if io.is_remote(folder):
-        return (folder / MANIFEST).exists() and (folder / _COMMITTED).exists()
-    return (folder / MANIFEST).exists() or all((folder / item).is_dir() for item in _ITEMS)
-
-
-def finished_steps(root):
-    """Return the finished steps in increasing order."""
-    return [step for step in checkpoint_steps(root) if is_finished(root / str(step))]
 
 
 def choose_step(root, finished, step):
@@ -117,6 +99,8 @@ def write_manifest(folder):
     digests |= _digests(folder, [name for name in names if name not in digests])
     contents = {"format": _FORMAT, "step": step, "files": {name: digests[name] for name in names}}
     io.write_text(folder / MANIFEST, json.dumps(contents, indent=1))
+    if not io.is_remote(folder):
+        io.flush(folder)
 
 
 def read_manifest(folder):

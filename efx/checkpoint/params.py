@@ -13,6 +13,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from efx.checkpoint import arrays, errors, manifest
 from efx.checkpoint.errors import CheckpointError, Damage
 from efx.parallel import sharding
+from efx.run_dir import finished_steps
 from efx.train import optim
 
 
@@ -75,7 +76,7 @@ def restore_params(
     """
     errors.silence_orbax()
     root = manifest.as_root(root)
-    step = manifest.choose_step(root, manifest.finished_steps(root), step)
+    step = manifest.choose_step(root, finished_steps(root), step)
     folder, name = root / str(step), f"checkpoint {step} in {root}"
     try:
         manifest.verify(folder)

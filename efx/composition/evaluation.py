@@ -41,8 +41,9 @@ def evaluate(config, workdir, step=None):
 def score(ensemble, other_runs):
     """Write WORKDIR/evaluation.md and evaluation.csv; returns the latter as a DataFrame.
 
-    A row is a mixture or a model. The columns are experts a token, loss (nats), bits_per_byte, the
-    loss of each component of a mixture of sources, and that of each cluster.
+    A row is a mixture or a model. The columns are experts a token, loss (nats), bits_per_byte if
+    the bytes are known, the loss of each component of a mixture of sources, and that of each
+    cluster.
 
     Args:
       other_runs: {name: (run directory, step)} of further models, such as the seed model.
@@ -56,7 +57,8 @@ def score(ensemble, other_runs):
         )
     loaded = ensemble.load_expert(0, splits=("eval",))
     data = loaded[0].data
-    batches = data.eval_batches(config.evaluate.batch_size, config.evaluate.max_batches)
+    limits = config.evaluate.batch_size, config.evaluate.max_batches
+    batches = data.eval_batches(*limits)
     columns = [log_probs(loaded, batches)]
     del loaded  # only one model at a time is on the device
     for j in range(1, ensemble.count):
@@ -85,7 +87,8 @@ def score(ensemble, other_runs):
     nats = pd.DataFrame(nats, dtype=np.float64)
     table = pd.DataFrame({"experts": pd.Series(experts), "loss": nats.mean()}, nats.columns)
     table.experts = table.experts.fillna(1)
-    table["bits_per_byte"] = losses.bits_per_byte(table.loss, data.bytes_per_token("eval"))
+    if scored_bytes := data.scored_bytes(*limits):
+        table["bits_per_byte"] = losses.bits_per_byte(table.loss, scored_bytes / len(nats))
     by_component = nats.groupby(component_D[document_N]).mean().T
     by_cluster = nats.groupby(cluster_D[document_N]).mean().T.add_prefix("cluster ")
     table = table.join([by_component.drop(columns="", errors="ignore"), by_cluster])

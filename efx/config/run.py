@@ -47,6 +47,9 @@ class DataConfig:
     # "bytes", "chars", "bpe:8192" (trained on the training split, saved in the run), "hf:gpt2"
     # (of a model on the Hugging Face hub), or the path of a tokenizer.json.
     tokenizer: str = "bytes"
+    # Allow a tokenizer that loses text: drops characters or spaces, changes case, or has a token
+    # for unknown words. Then no bits per byte are logged.
+    lossy_tokenizer: bool = False
     seq_len: Count = 256  # tokens in a row
     batch_size: Count = 16  # sequences in a step, over all devices and hosts
     # A source that is held out as a whole, independent of max_bytes: official test files, or

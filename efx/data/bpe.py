@@ -27,6 +27,7 @@ _BEFORE_SPACE = re.compile(r"\S(?=[ \t\r\n])")
 # bytes. The brackets hold the byte-level forms of 0x80 to 0xBF: no character is cut.
 _PRE_TOKEN_BOUND = ".{256}[\u00a1-\u00bf\u0122-\u0143]*"
 _NOT_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
+_KEEP_TEXT = {"ByteLevel", "Split", "Digits", "Punctuation"}  # pre-tokenizers, unless "Removed"
 
 
 class LibraryTokenizer(Tokenizer):
@@ -135,6 +136,16 @@ class LibraryTokenizer(Tokenizer):
         if self._table is not None:
             return super().decode_bytes(ids)
         return self.decode(ids).encode("utf-8", "replace")
+
+    def added_bytes(self, ids):
+        """List: bytes that each id of a document adds to the text of the ids before it.
+
+        A character counts for its last id.
+        """
+        decoder = self.stream_decoder()
+        sizes = [len(decoder.feed(i).encode("utf-8", "replace")) for i in ids]
+        sizes[-1] += len(self.decode_bytes(ids)) - sum(sizes)  # a held-back U+FFFD
+        return sizes
 
     def stream_decoder(self):
         return StreamDecoder(self) if self._table is not None else _LibraryDecoder(self._inner)
@@ -249,24 +260,40 @@ def _check_alphabet(settings):
     byte_level = any(each["type"] == "ByteLevel" for each in _pre_tokenizers(settings))
     if model["type"] != "BPE" or not byte_level or model["unk_token"] or model["byte_fallback"]:
         return
-    alphabet = {c for c, byte in byte_of_character().items() if byte not in _NOT_IN_UTF8}
-    if missing := alphabet - model["vocab"].keys():
+    if missing := _missing_bytes(model):
         raise UsageError(
-            f"it has no token for {len(missing)} of the {len(alphabet)} bytes of UTF-8 text, "
+            f"it has no token for {missing} of the {256 - len(_NOT_IN_UTF8)} bytes of UTF-8 text, "
             "and would drop them; train it with the whole byte alphabet"
         )
+
+
+def _missing_bytes(model):
+    """Number of bytes of UTF-8 text that are not in the vocabulary of a byte-level model."""
+    return sum(
+        byte not in _NOT_IN_UTF8 and character not in model["vocab"]
+        for character, byte in byte_of_character().items()
+    )
 
 
 def _byte_level_table(settings, vocabulary, added, size):
     """The bytes of every id, or None.
 
     None if ids do not stand for exactly the bytes of the text, as with another decoder, a prefix
-    space, or an added token that strips spaces.
+    space, dropped spaces, an unknown token, or an added token that strips spaces.
     """
-    decoder = settings["decoder"]
-    if settings["normalizer"] is not None or not decoder or decoder["type"] != "ByteLevel":
+    # NFC composes characters of the text; the bytes are those of the composed ones.
+    normalizer, decoder = settings["normalizer"] or {"type": "NFC"}, settings["decoder"]
+    if normalizer["type"] != "NFC" or not decoder or decoder["type"] != "ByteLevel":
         return None
-    if any(each.get("add_prefix_space") for each in _pre_tokenizers(settings)):
+    if settings["model"]["type"] != "BPE" or _missing_bytes(settings["model"]):
+        return None
+    pre_tokenizers = _pre_tokenizers(settings)
+    types = [each["type"] for each in pre_tokenizers]
+    if types.count("ByteLevel") != 1 or not _KEEP_TEXT.issuperset(types):
+        return None
+    if any(each.get("behavior") == "Removed" for each in pre_tokenizers):
+        return None
+    if any(each.get("add_prefix_space") for each in pre_tokenizers):
         return None
     if any((token.lstrip or token.rstrip) and not token.special for token in added.values()):
         return None

@@ -11,15 +11,17 @@ from efx import io
 from efx.data import bpe, tokenizers
 from efx.data.disk_cache import cached_folder, content_key
 from efx.data.shards import token_dtype
+from efx.data.sources import whole_characters
 from efx.data.stream import Stream, TokenSplit
 from efx.errors import UsageError
 
 log = logging.getLogger(__name__)
 
 # Raise these when the same text gives other tokens, or another tokenizer, than before.
-_VERSION = 2
+_VERSION = 3
 _TOKENIZER_VERSION = 3
 _LOG_SECONDS = 5
+_COMPARED_BYTES = 1 << 20  # of held-out text
 SPLIT_NAMES = {"train": "training split", "eval": "held-out split"}
 SPLITS = tuple(SPLIT_NAMES)
 
@@ -71,6 +73,9 @@ def _log_progress(verb, pieces):
 def load_corpus(name, key, pieces, tokenizer, root, splits=SPLITS):
     """{"train" or "eval": TokenSplit} of a text, tokenised unless it is in the cache.
 
+    The first megabyte of the held-out text is encoded and decoded to find text that the tokenizer
+    loses.
+
     Args:
       name: of the text, for messages.
       key: hash of everything that `pieces` depends on.
@@ -90,22 +95,28 @@ def load_corpus(name, key, pieces, tokenizer, root, splits=SPLITS):
     for split in splits:
         stream = Stream([np.memmap(folder / f"{split}.bin", info["dtype"], "r")])
         spans = np.load(folder / f"{split}_spans.npy", allow_pickle=False)
-        token_splits[split] = TokenSplit(name, stream, spans, info["text_bytes"][split])
+        token_splits[split] = TokenSplit(name, stream, spans, info["loss"][split])
     return token_splits
 
 
 def _tokenise(folder, source_name, pieces, tokenizer, splits):
     dtype = token_dtype(tokenizer.vocab_size)
     end = [] if tokenizer.eot is None else [tokenizer.eot]
-    text_bytes, spans = dict.fromkeys(splits, 0), {split: [] for split in splits}
+    spans, loss = {split: [] for split in splits}, dict.fromkeys(splits, "")
     split_of_document = []
 
     def documents():
+        remaining = _COMPARED_BYTES
         for split, name, data in pieces:
-            if split in splits:
-                split_of_document.append(split)
-                text_bytes[split] += len(data)
-                yield name, data
+            if split not in splits:
+                continue
+            split_of_document.append(split)
+            if split == "eval" and remaining and not loss["eval"]:
+                loss["eval"] = tokenizers.find_loss(
+                    tokenizer, name, whole_characters(data[:remaining])
+                )
+                remaining = max(0, remaining - len(data))
+            yield name, data
 
     files = {split: open(folder / f"{split}.bin", "wb") for split in splits}
     try:
@@ -129,7 +140,7 @@ def _tokenise(folder, source_name, pieces, tokenizer, splits):
                 "config.data.eval_source"
             )
         np.save(folder / f"{split}_spans.npy", np.array(spans[split], np.int64))
-    info = {"dtype": dtype.str, "text_bytes": text_bytes}
+    info = {"dtype": dtype.str, "loss": loss}
     (folder / "info.json").write_text(json.dumps(info))
 
 

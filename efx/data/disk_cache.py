@@ -1,7 +1,9 @@
 """A cache of folders on disk, named by a hash of everything that their content depends on.
 
 An entry is built in a temporary folder and renamed, so that a reader sees all of it or none of it.
-Its manifest holds sizes and checksums; an entry that does not match them is built again.
+Its manifest holds the size, the time of the last change and a hash of each whole file. A reader
+compares size and time, and reads a file of another time to compare its hash; an entry that differs
+is built again.
 """
 
 import contextlib
@@ -13,7 +15,6 @@ import logging
 import os
 import shutil
 import tempfile
-import zlib
 from pathlib import Path
 
 from efx import io
@@ -22,8 +23,6 @@ from efx.errors import UsageError
 log = logging.getLogger(__name__)
 
 _MANIFEST = ".manifest.json"
-_BLOCK = 1 << 20  # bytes
-_CHECKED_BLOCKS = 16  # of a file, evenly spaced
 _REMEMBER_FROM = 64 << 20  # bytes; values of smaller files are computed again
 
 
@@ -81,13 +80,13 @@ def _build(folder, build):
     temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
     try:
         build(temporary)
-        files = {path.name: checksums(path) for path in sorted(temporary.iterdir())}
+        files = {path.name: file_record(path) for path in sorted(temporary.iterdir())}
         (temporary / _MANIFEST).write_text(json.dumps(files))
         if folder.exists() and not _is_intact(folder):
             log.warning("the cache entry %s is damaged; building it again", folder)
             shutil.rmtree(folder)
         if not folder.exists():  # else a process without a lock has built it
-            os.rename(temporary, folder)
+            io.move(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -109,24 +108,27 @@ def locked(path, wait=True):
         yield is_locked
 
 
-def checksums(path):
-    """[size of a file, CRC-32 of each checked block]"""
-    size = path.stat().st_size
-    blocks = -(-size // _BLOCK)
-    count = min(blocks, _CHECKED_BLOCKS)
-    sums = [size]
-    with open(path, "rb") as file:
-        for i in range(count):
-            file.seek(i * (blocks - 1) // max(count - 1, 1) * _BLOCK)
-            sums.append(zlib.crc32(file.read(_BLOCK)))
-    return sums
+def file_record(path):
+    """[size of a file, time of its last change, hash of its content]"""
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns, _digest(path)]
+
+
+def is_unchanged(path, record):
+    """Whether a file has the size of its `file_record`, and its time or its content."""
+    size, time, digest = record
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return False
+    return stat.st_size == size and (stat.st_mtime_ns == time or _digest(path) == digest)
 
 
 def _is_intact(folder):
-    """Whether all files have the sizes and the checksums of the manifest."""
+    """Whether all files are those of the manifest."""
     try:
         files = json.loads((folder / _MANIFEST).read_text())
-        return all(checksums(folder / name) == sums for name, sums in files.items())
+        return all(is_unchanged(folder / name, record) for name, record in files.items())
     except (OSError, ValueError):
         return False
 

@@ -1,7 +1,7 @@
 """Training text that is tokenised during training, into a folder of token files.
 
-    progress.json     for each file its tokens, position in the text and checksums; whether the text
-                      is complete
+    progress.json     for each file its tokens, position in the text, size, time and hash; whether
+                      the text is complete
     00000.bin ...     token ids; all files but the last have equally many
     tokenizer.json    the tokenizer that makes them
 
@@ -26,16 +26,15 @@ from pathlib import Path
 import numpy as np
 
 from efx import io
-from efx.data.disk_cache import cache_write_error, checksums, content_key, locked
+from efx.data.disk_cache import cache_write_error, content_key, file_record, is_unchanged, locked
 from efx.data.shards import token_dtype
 from efx.data.tokenizers import load_tokenizer
 from efx.errors import TransientError, UsageError
 from efx.parallel.signals import STOPPING
 
-_VERSION = 2  # raise it when the same input gives other tokens
+_VERSION = 3  # raise it when the same input gives other files
 _FILE_TOKENS = 1 << 22
 _TOKENS_AHEAD = 1 << 28  # of training, so that a long text does not fill the disk
-_CHECKED_FILES = 32  # number of files to check when a folder is opened
 _POLL_SECONDS = 0.05
 
 
@@ -45,7 +44,7 @@ class Progress:
 
     Attributes:
       files: of each file (tokens, whole documents in this and earlier files, tokens of the next
-        document in these files, checksums).
+        document in these files, `file_record`).
       finished: whether the text ends here.
     """
 
@@ -72,12 +71,9 @@ class Progress:
         io.write_text(folder / "progress.json", json.dumps(value))
 
     def before_damage(self, folder):
-        """The progress before the first damaged file: all sizes and some checksums are compared."""
-        checked = set(np.linspace(0, len(self.files) - 1, _CHECKED_FILES).astype(int))
-        for number, (*_, sums) in enumerate(self.files):
-            path = _path(folder, number)
-            is_intact = path.exists() and path.stat().st_size == sums[0]
-            if not is_intact or (number in checked and checksums(path) != sums):
+        """The progress before the first damaged file."""
+        for number, (*_, record) in enumerate(self.files):
+            if not is_unchanged(_path(folder, number), record):
                 return Progress(self.files[:number])
         return self
 
@@ -293,7 +289,7 @@ class Writer:
         path = _path(self._folder, len(progress.files))
         with io.replacing(path) as temporary:
             temporary.write_bytes(np.concatenate(parts).astype(self._dtype).data)
-        file = [sum(map(len, parts)), *position, checksums(path)]
+        file = [sum(map(len, parts)), *position, file_record(path)]
         return dataclasses.replace(progress, files=(*progress.files, file))
 
 

@@ -1,5 +1,7 @@
 """Batches: from `config.data` to the input of `train_step`, a function of (seed, step) alone."""
 
+import functools
+
 import numpy as np
 
 from efx.config.run import DataConfig
@@ -10,7 +12,6 @@ from efx.data.disk_cache import content_key
 from efx.data.growing import GrowingTokens
 from efx.data.opened import OpenedTexts
 from efx.data.packing import Packing
-from efx.data.stream import count_bytes
 from efx.errors import UsageError
 
 
@@ -49,6 +50,12 @@ def load(
         split: tokens for split, tokens in opened.token_splits(tokenizer).items() if split in splits
     }
     for split, tokens in token_splits.items():
+        if tokens.loss and not c.lossy_tokenizer:
+            raise UsageError(
+                f"{tokens.name}: config.data.tokenizer={c.tokenizer!r} loses text: {tokens.loss}; "
+                "use another tokenizer, or set config.data.lossy_tokenizer=True (then no bits per "
+                "byte are logged)"
+            )
         # The length of a growing text is checked when it ends. A text that is held out as a whole
         # may be shorter than a row.
         if split == "eval" or not opened.grows:
@@ -86,7 +93,7 @@ class Data:
         self._config, self._splits = config, token_splits
         self._streams = {split: tokens.stream for split, tokens in token_splits.items()}
         self.eval_tokens = len(self._streams.get("eval", ()))
-        self._packings, self._bytes_per_token = {}, {}
+        self._packings, self._scored_bytes = {}, {}
         # 32 bits for grain; hashed, so that neighbouring seeds have nothing in common (grain
         # derives the order of epoch e from seed + e).
         self._seed = int(content_key("order", int(seed))[:8], 16)
@@ -157,38 +164,42 @@ class Data:
             return self._packing(split).pairs
         return len(self._streams[split]) - 1
 
-    def bytes_per_token(self, split):
-        """Bytes of text that a scored token of `split` stands for, on average.
+    @property
+    def counts_bytes(self):
+        """Whether the bytes of text that held-out tokens stand for are known.
 
-        nats per token / (ln 2 * bytes per token) = bits per byte. Ends of documents are scored and
-        stand for no bytes. If the tokenizer does not know the bytes of an id, the bytes of the
-        whole split are counted.
+        Not if the tokenizer loses text. Token shards have no text to compare, so they need a
+        tokenizer whose ids each stand for fixed bytes.
         """
-        scored = self.scored_tokens(split)
-        # Every evaluation calls this, and devices would wait until a long split is counted.
-        if (split, scored) not in self._bytes_per_token:
-            self._bytes_per_token[split, scored] = self._scored_bytes(split) / scored
-        return self._bytes_per_token[split, scored]
+        loss = self._splits["eval"].loss
+        return loss == "" or (loss is None and self.tokenizer.token_bytes() is not None)
 
-    def _scored_bytes(self, split):
-        """Bytes of text that the scored tokens of `split` stand for together."""
-        stream, lengths = self._streams[split], self.tokenizer.byte_lengths()
-        if lengths is None:
-            if self._splits[split].text_bytes is not None:
-                return self._splits[split].text_bytes
-            texts = (
-                self.tokenizer.decode(array[i : i + (1 << 20)])
-                for array in stream.arrays()
-                for i in range(0, len(array), 1 << 20)
-            )
-            return sum(len(text.encode("utf-8", "replace")) for text in texts)
-        if not self._config.packing:
-            return count_bytes(stream, lengths, start=1)
-        total = count_bytes(stream, lengths)
-        if self.tokenizer.eot is None:  # then nothing predicts a document's first token
-            firsts = stream.windows(self.documents(split)[:, 0], 1)
-            total -= int(lengths[firsts].sum())
-        return total
+    def scored_bytes(self, batch_size, max_batches=0):
+        """Bytes of text that the targets of `eval_batches` stand for; None unless `counts_bytes`.
+
+        nats of the targets / (ln 2 * bytes) = bits per byte. Ends of documents are targets and
+        stand for no bytes.
+        """
+        key = batch_size, max_batches
+        # Every evaluation calls this, and devices would wait until a long split is counted.
+        if key not in self._scored_bytes and self.counts_bytes:
+            batches, lengths = self.eval_batches(*key), self.tokenizer.byte_lengths()
+            if lengths is not None:
+                counts = (lengths[b["targets"]][b["weights"] > 0].sum() for b in batches)
+            else:
+                every = batches.target_positions()
+                positions = (x[(0 <= x) & (x < self.eval_tokens)] for x in every)
+                counts = (self._added_bytes[x].sum() for x in positions)
+            self._scored_bytes[key] = int(sum(counts))
+        return self._scored_bytes.get(key)
+
+    @functools.cached_property
+    def _added_bytes(self):
+        """int32[eval_tokens]: bytes of text that each token adds to its document."""
+        added = np.zeros(self.eval_tokens, np.int32)
+        for start, stop in self.documents("eval"):
+            added[start:stop] = self.tokenizer.added_bytes(self.tokens("eval", start, stop))
+        return added
 
     # ---- batches ---------------------------------------------------------------------------------
 

@@ -88,7 +88,8 @@ def write_token_shards(folder, tokenizer, train, heldout=(), shard_tokens=1 << 2
         ],
     }
     tokenizer.save(folder / "tokenizer.json")
-    # Last, so that an unfinished folder has none.
+    # Last, so that an unfinished folder has none, also after a crash.
+    io.flush(folder)
     io.write_text(folder / "meta.json", json.dumps(meta, indent=1) + "\n")
     return meta
 

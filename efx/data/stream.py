@@ -64,13 +64,14 @@ class TokenSplit:
       name: of its source, for messages.
       stream: Stream, or `growing.GrowingTokens`.
       spans: int64[n, 2], first and last-plus-one token of each document; None if unknown.
-      text_bytes: bytes of text in it; None if unknown.
+      loss: "" if decoding the tokens gives the text back; otherwise a description of the first
+        lost text, see `corpus.load_corpus`; None if there is no text to compare.
     """
 
     name: str
     stream: object
     spans: object = None
-    text_bytes: object = None
+    loss: str | None = None
 
     def documents(self, eot):
         """`spans`; if they are unknown, documents end at the token `eot`, or without one (None)
@@ -85,13 +86,3 @@ class TokenSplit:
         edges = np.concatenate([[-1], *ends, [len(self.stream)]])
         spans = np.stack([edges[:-1] + 1, edges[1:]], 1)
         return spans[spans[:, 0] < spans[:, 1]]
-
-
-def count_bytes(stream, lengths, start=0):
-    """Bytes of text that the tokens from `start` on stand for; `lengths[id]` bytes each."""
-    total = 0
-    for array in stream.cut(start, len(stream)).arrays():
-        for i in range(0, len(array), 1 << 22):
-            counts = np.bincount(array[i : i + (1 << 22)], minlength=len(lengths))
-            total += int(counts @ lengths)
-    return total

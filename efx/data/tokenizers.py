@@ -8,6 +8,7 @@ import codecs
 import contextlib
 import json
 import logging
+import os
 from pathlib import Path
 
 import numpy as np
@@ -257,6 +258,22 @@ def load_tokenizer(path):
         raise UsageError(f"cannot read the tokenizer {path} ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{path} is not a tokenizer.json: {error}; use another file") from error
+
+
+def find_loss(tokenizer, document, data):
+    """A description of the first text that encoding and decoding changes, or "".
+
+    Args:
+      document: name of the text. data: bytes.
+    """
+    with prefix_errors(document):
+        decoded = tokenizer.decode_bytes(tokenizer.encode(data))
+    if decoded == data:
+        return ""
+    texts = [text.decode("utf-8", "surrogateescape") for text in (data, decoded)]
+    start = len(os.path.commonprefix(texts))
+    before, after = (text[start : start + 20] for text in texts)
+    return f"{before!r} at {start} of {document} is decoded as {after!r}"
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ import numpy as np
 
 from efx import run_dir
 from efx.config import flags
+from efx.data.tokenizers import find_loss
 from efx.errors import UsageError, extra, first_line, nearest, warn
 from efx.layers.flops import count_params
 from efx.parallel import sharding
@@ -128,9 +129,17 @@ class EfxLM(TemplateLM):
         return self.score(pairs, disable_tqdm)
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        """Return the log-probabilities of whole texts, in windows that predict each token once."""
+        """Return the log-probabilities of whole texts, in windows that predict each token once.
+
+        lm-eval divides them by the bytes of the texts, so the tokens have to hold all of a text.
+        """
         pairs, owners = [], []
         for i, request in enumerate(requests):
+            text = request.args[0].encode("utf-8", "surrogatepass")
+            if loss := find_loss(self.efx_tokenizer, f"text {i}", text):
+                raise UsageError(
+                    f"the run's tokenizer loses text: {loss}; use tasks without perplexities"
+                )
             windows = get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0]),
                 prefix_token=self.prefix_token_id,

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import json
 import math
+import os
 import pathlib
 
 from efx import io
@@ -213,10 +214,12 @@ class MetricsWriter:
 
 
 def _replace_end(path, start, line):
-    """Replace the bytes of a file from `start` on; the file is made if it is absent."""
+    """Replace the bytes of a file from `start` on, also on the disk; an absent file is made."""
     with open(path, "ab") as file:
         file.truncate(start)
         file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _as_number(value):

@@ -18,7 +18,7 @@ from flax.errors import ScopeParamShapeError
 from jax.sharding import NamedSharding, PartitionSpec
 
 from efx.errors import UsageError, nearest
-from efx.parallel.mesh import MESH_AXES, make_mesh
+from efx.parallel.mesh import MESH_AXES, make_mesh  # noqa: F401 (callers use both from here)
 
 # A logical axis may have several rules: the first one applies whose mesh axes no other dimension
 # of the array uses.
@@ -138,12 +138,6 @@ def _without_cached_collectives(mesh):
         yield
     finally:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
-
-
-def single_device():
-    """Context that traces for one device of this host, also inside `use`."""
-    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1), jax.local_devices()[:1])
-    return jax.set_mesh(mesh)
 
 
 def as_one_device():

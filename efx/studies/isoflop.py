@@ -31,8 +31,8 @@ repeat_gain: nats that the repeat of a row of random tokens costs less (config.e
 .repeated_rows); text, tokenizer, settings: hashes. optima: method is "measured" (the best size that
 was trained; std over seeds), "parabola" or "law"; _low and _high end 95% intervals; speedup_flops:
 FLOPs that the baseline needs for this loss, over those of the budget; speedup_seconds likewise.
-differences: the loss of `family` minus that of `against`, each at its best size; equivalence_p: p
-of two one-sided tests of a difference within 0.02 nats.
+differences: the loss of `family` minus that of `against`, each at its best size; p: of Welch's test
+(measured only); equivalence_p: of two one-sided tests of a difference within 0.02 nats.
 """
 
 import hashlib
@@ -344,18 +344,18 @@ def best_measured(rows):
 def _differences(budget, family, other, best, fits):
     """Yield the differences of two families' best losses by each method."""
     row = {"budget": budget, "family": family, "against": other}
-    names = ("difference", "low", "high", "equivalence_p")
     if family in best and other in best:
         a, b = ((one.loss, one["std"], one.n) for one in (best[family], best[other]))
-        yield row | {"method": "measured"} | dict(zip(names, difference(a, b), strict=True))
+        yield row | {"method": "measured"} | difference(a, b)
     for method in METHODS:
         if (family, method) in fits and (other, method) in fits:
             a, b = fits[family, method].losses, fits[other, method].losses
             if budget in a and budget in b:
                 draws = a[budget] - b[budget]
                 low, high = scaling.interval(draws[1:])
-                values = draws[0], low, high, scaling.equivalence_p(draws[1:])
-                yield row | {"method": method} | dict(zip(names, values, strict=True))
+                values = {"difference": draws[0], "low": low, "high": high}
+                values["equivalence_p"] = scaling.equivalence_p(draws[1:])
+                yield row | {"method": method} | values
 
 
 # ---- output ------------------------------------------------------------------------------------
@@ -391,7 +391,7 @@ def markdown(optima, differences, fits, arguments, grid):
         rows = [[family, *map("{:.4g}".format, vars(law).values())] for family, law in laws.items()]
         parts.append(tables.markdown(["L = E + A / N^a + B / D^b", *"EABab"], rows))
     parts.append(
-        "95% intervals: unpaired with a pooled deviation for measured losses, bootstrap over "
+        "95% intervals: Welch's for measured losses, bootstrap over "
         "points and seeds for fits. p: two one-sided tests of a difference within 0.02 nats. "
         f"`{grid['config']}`; command: `{arguments.command}`"
     )

@@ -2,26 +2,54 @@
 
 import math
 
+import numpy as np
 from scipy import stats
 
 MARGIN = 0.02  # nats within which two models are equivalent
 
 
 def difference(a, b):
-    """Return (mean, low, high, p of equivalence) of a's loss minus b's: unpaired, 95%.
+    """Return {name: value} of a's mean minus b's: Welch's 95% interval and p values.
 
-    The interval is Student's with a pooled deviation. p is that of two one-sided tests of a
-    difference within MARGIN. All but the mean are NaN without repeated seeds.
+    All but the difference are NaN unless both have repeated seeds.
 
     Args:
       a, b: (mean, standard deviation, number of seeds).
     """
     (mean_a, std_a, n_a), (mean_b, std_b, n_b) = a, b
-    mean, freedom = mean_a - mean_b, n_a + n_b - 2
-    if freedom < 1:
-        return mean, math.nan, math.nan, math.nan
-    squares = sum((n - 1) * std**2 for std, n in ((std_a, n_a), (std_b, n_b)) if n > 1)
-    error = math.sqrt(squares / freedom * (1 / n_a + 1 / n_b))
+    mean, error, freedom = mean_a - mean_b, math.nan, math.nan
+    if min(n_a, n_b) > 1:
+        square_a, square_b = std_a**2 / n_a, std_b**2 / n_b
+        error = math.sqrt(square_a + square_b)
+        per_freedom = square_a**2 / (n_a - 1) + square_b**2 / (n_b - 1)
+        freedom = error**4 / per_freedom if per_freedom else math.inf
+    return _intervals(mean, error, freedom)
+
+
+def paired_difference(a, b):
+    """Return `difference` of values of the same seeds, in the same order: Student's, paired."""
+    deltas = np.asarray(a) - np.asarray(b)
+    error = deltas.std(ddof=1) / math.sqrt(len(deltas))
+    return _intervals(deltas.mean(), error, len(deltas) - 1)
+
+
+def _intervals(mean, error, freedom):
     half = stats.t.ppf(0.975, freedom) * error
-    p = stats.t.sf((MARGIN - abs(mean)) / error, freedom) if error else float(abs(mean) > MARGIN)
-    return mean, mean - half, mean + half, float(p)
+    if error:
+        p = 2 * stats.t.sf(abs(mean) / error, freedom)
+        equivalence_p = stats.t.sf((MARGIN - abs(mean)) / error, freedom)
+    else:
+        p, equivalence_p = mean == 0, abs(mean) > MARGIN
+    values = mean, mean - half, mean + half, p, equivalence_p
+    names = "difference", "low", "high", "p", "equivalence_p"
+    return dict(zip(names, map(float, values), strict=True))
+
+
+def holm(p):
+    """Return Holm's adjusted p values of a set of comparisons, in the order of `p`."""
+    p = np.asarray(p, float)
+    order = np.argsort(p)
+    steps = p[order] * np.arange(len(p), 0, -1)
+    adjusted = np.empty_like(p)
+    adjusted[order] = np.maximum.accumulate(steps).clip(max=1)
+    return adjusted

@@ -27,16 +27,20 @@ class Passes:
 
     Attributes:
       means: {selection: {name: mean}} of "loss", "correct", "tokens" and every sown statistic.
+      bytes_per_token: of the scored tokens; None or 0: bits per byte are not reported.
     """
 
     means: dict
-    bytes_per_token: float
+    bytes_per_token: float | None
 
     def loss(self, selection, name):
         """{metric: loss of a pass}; metrics end with `name`."""
         nats, end = self.means[selection]["loss"], f"_{name}" if name else ""
-        bits = losses.bits_per_byte(nats, self.bytes_per_token)
-        return {f"eval/loss{end}": nats, f"eval/bits_per_byte{end}": bits}
+        metrics = {f"eval/loss{end}": nats}
+        if self.bytes_per_token:
+            bits = losses.bits_per_byte(nats, self.bytes_per_token)
+            metrics[f"eval/bits_per_byte{end}"] = bits
+        return metrics
 
     def statistics(self, selection, prefixes):
         """{metric: statistic of a pass}, for names with one of these prefixes."""
@@ -103,7 +107,11 @@ class Evaluator:
                 selection: self._run(step, params, variables, self._batches(self._placement.rows))
                 for selection, step in self._steps.items()
             }
-            metrics = self._metrics(Passes(means, self._data.bytes_per_token("eval")))
+            scored_bytes = self._data.scored_bytes(
+                self._config.batch_size, self._config.max_batches
+            )
+            bytes_per_token = scored_bytes and scored_bytes / means["causal"]["tokens"]
+            metrics = self._metrics(Passes(means, bytes_per_token))
             if self._config.repeated_rows:
                 metrics |= self._repeated(params, variables)
             for changes in self._changes:
@@ -133,7 +141,8 @@ class Evaluator:
         Args:
           params, variables: their shapes.
         """
-        if name in ("eval/loss", "eval/bits_per_byte"):
+        has_bits = self._data.counts_bytes
+        if name == "eval/loss" or (name == "eval/bits_per_byte" and has_bits):
             return
         where = f"config.checkpoint.best_metric={name!r}"
         if not name.startswith("eval/lo") and not name.startswith("eval/bits_per_byte"):
@@ -144,7 +153,7 @@ class Evaluator:
             sums = step.eval_shape(params, variables, batch, self._seed, self._seed)
             names = ("loss", "correct", "tokens", *self._by_layer.eval_shape(sums["stats"]))
             means[selection] = dict.fromkeys(names, 1.0)
-        metrics = self._metrics(Passes(means, 1.0))
+        metrics = self._metrics(Passes(means, float(has_bits)))
         known = [key for key in metrics if key.startswith(("eval/loss", "eval/bits_per_byte"))]
         if name not in known:
             raise UsageError(
@@ -199,11 +208,17 @@ def cut(metrics):
     return f" over {portion([fraction])}" if fraction < 1 else ""
 
 
+def bits(metrics, form):
+    """Bits per byte in a text such as "({} bits per byte)"; "" if they are unknown."""
+    value = metrics.get("eval/bits_per_byte")
+    return "" if value is None else form.format(f"{value:.4f}")
+
+
 def describe(step, metrics):
     """One line about an evaluation."""
     line = (
-        f"step {step}: held-out loss {metrics['eval/loss']:.4f} nats, "
-        f"{metrics['eval/bits_per_byte']:.4f} bits per byte{cut(metrics)}"
+        f"step {step}: held-out loss {metrics['eval/loss']:.4f} nats"
+        f"{bits(metrics, ', {} bits per byte')}{cut(metrics)}"
     )
     prefix = "eval/loss_"
     others = [
@@ -228,11 +243,9 @@ def scored(data, config, tokens):
     Args:
       data: Data. config: the `config.evaluate` block. tokens: number of scored tokens.
     """
-    total, bytes_per_token = data.scored_tokens("eval"), data.bytes_per_token("eval")
-    size = f"{total:,} tokens, {round(total * bytes_per_token):,} bytes"
+    total = data.scored_tokens("eval")
+    count = data.scored_bytes(config.batch_size, config.max_batches)
+    size = f"{round(tokens):,} tokens" + ("" if count is None else f", {count:,} bytes")
     if tokens < total:
-        size = (
-            f"{round(tokens):,} tokens, about {round(tokens * bytes_per_token):,} bytes, spread"
-            f" over its {size} (config.evaluate.max_batches={config.max_batches})"
-        )
+        size += f", spread over its {total:,} (config.evaluate.max_batches={config.max_batches})"
     return f"scored: {data.describe_held_out()}: {size}"

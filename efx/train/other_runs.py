@@ -12,17 +12,11 @@ _SPLIT = ("eval_fraction", "split", "max_bytes", "document_bytes", "text_key")
 TEXT_SETTINGS = (*_SOURCES, *_SPLIT)
 
 
-def check_runs(config, planned=()):
-    """UsageError unless the runs for initialisation and for members of the model exist.
-
-    Args:
-      planned: run directories that do not exist yet.
-    """
+def check_runs(config):
+    """UsageError unless the runs for initialisation and for members of the model exist."""
     named = [("init.run", config.init.run)] if config.init.run else []
     named += [(f"model.{key}", run) for key, run in config.model.member_runs]
     for key, run in named:
-        if run in planned:
-            continue
         folder = io.folder(run, f"config.{key}")
         if not run or not folder.is_dir():
             raise UsageError(f"config.{key}={run!r}: there is no such run directory")
@@ -40,41 +34,31 @@ def config_of_single_model(run, key):
     return config
 
 
-def saved_tokenizer(config, workdir="", planned=()):
+def saved_tokenizer(config, workdir=""):
     """Path of the tokenizer of the run in `workdir`, else of `init.run`, else of the first member.
 
-    None without such a run, or if that run is only planned.
+    None without such a run.
 
-    Args:
-      planned: {run directory: `Config`} of runs that do not exist yet.
     Raises: UsageError if the config names another tokenizer than `init.run` or the first member.
     """
     named = [("--workdir", workdir), ("config.init.run", config.init.run)]
     named += [(f"config.model.{key}", run) for key, run in config.model.member_runs[:1]]
     for name, run in named:
-        path = run and run not in planned and run_dir.saved_tokenizer(io.folder(run))
-        if run and (run in planned or path):
+        if path := run and run_dir.saved_tokenizer(io.folder(run)):
             if name != "--workdir":
-                check_tokenizer(config, name, run, planned)
-            return path or None
+                check_tokenizer(config, name, run)
+            return path
     return None
 
 
-def check_tokenizer(config, name, run, planned=()):
+def check_tokenizer(config, name, run):
     """UsageError unless `config.data.tokenizer` is the tokenizer of another run.
 
     Args:
-      name: flag or setting that names the run. planned: see `saved_tokenizer`.
+      name: flag or setting that names the run.
     """
     spec = config.data.tokenizer
-    if run in planned:
-        theirs = planned[run].data.tokenizer
-        # Whether two tokenizer files are the same shows when they exist.
-        if "file" in (tokenizers.parse(spec)[0], tokenizers.parse(theirs)[0]):
-            return
-        path = None
-    else:
-        theirs, path = run_dir.recorded_setting(run, "data.tokenizer"), run_dir.saved_tokenizer(run)
+    theirs, path = run_dir.recorded_setting(run, "data.tokenizer"), run_dir.saved_tokenizer(run)
     if spec != theirs and not (path and is_tokenizer(spec, load_tokenizer(path))):
         raise UsageError(
             f"config.data.tokenizer={spec!r}: {name}={run} was trained with {theirs!r}; use "

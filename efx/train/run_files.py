@@ -24,6 +24,7 @@ MAY_DIFFER = (
     r"data\.cache_dir",
     r"data\.subset",
     r"data\.on_change",
+    r"data\.lossy_tokenizer",
     r"cluster\..*",
     r"ensemble\..*",
     r"train\.max_nonfinite",

@@ -252,38 +252,27 @@ def experiment(config, workdir=None, splits=SPLITS, trains=True):
     return Experiment(config, data.tokenizer, model, mesh, rules, data, steps, stages, teacher)
 
 
-def without_text(config, vocab_size, devices=None, of_run=False, planned=None):
+def without_text(config, vocab_size, devices=None):
     """An `Experiment` without data, for costs and shapes.
+
+    It has the final capacity only, and 1000 steps if the config has none.
 
     Args:
       devices: those of the mesh, possibly descriptions of absent ones; None: JAX's own.
-      of_run: True: with the steps and stages of a run, which are checked; False: with the final
-        capacity only, and 1000 steps if the config has none.
-      planned: {run directory: `Config`} of runs that do not exist yet; the members of a model may
-        be such runs or finished ones. None: a model with members is refused.
     """
     mesh, rules = _mesh_and_rules(config, devices)
-    runs = config.model.member_runs
-    if runs and planned is None:
+    if runs := config.model.member_runs:
         raise UsageError(
             f"config.model.{runs[0][0]} names another run; a model composed of other runs cannot "
             "be built without their text"
         )
-    members = []
-    for key, run in runs:
-        member = planned.get(run) or other_runs.config_of_single_model(run, f"config.model.{key}")
-        members.append(_build_model(config, _with_padding(member, 0), vocab_size, mesh, rules))
-    model = _checked_model(config, vocab_size, mesh, rules, members)
+    model = _checked_model(config, vocab_size, mesh, rules)
     if config.data.packing:
         model.check_packing()
     _check_batch(config, mesh, rules)
     teacher = _teacher(config, vocab_size=vocab_size, devices=devices)
-    if of_run:
-        _check_adapter(config)
-        steps, stages = _steps_and_stages(config, model, teacher)
-    else:
-        parts = _capacity_stages(model, config.data.seq_len)
-        steps, stages = config.steps or 1000, tuple(Stage(0, *stage) for _, *stage in parts)
+    parts = _capacity_stages(model, config.data.seq_len)
+    steps, stages = config.steps or 1000, tuple(Stage(0, *stage) for _, *stage in parts)
     return Experiment(config, None, model, mesh, rules, None, steps, stages, teacher)
 
 

@@ -6,6 +6,7 @@ samples are missing makes these before it trains.
 """
 
 import contextlib
+import functools
 import math
 import time
 
@@ -310,7 +311,8 @@ class Trainer:
         compiled, attention = self._interruptible(compile_step)
         self.compile_seconds = time.monotonic() - begin
         self.attention += [choice for choice in attention if choice not in self.attention]
-        run_dir.amend_launch(self.workdir, attention=self.attention)
+        amend = functools.partial(run_dir.amend_launch, self.workdir, attention=self.attention)
+        multihost.run_on_primary(self.workdir, amend)
         return compiled
 
     def _save(self):

@@ -195,43 +195,6 @@ def test_repeated_rows_repeat_random_held_out_tokens(seq_len, packing, tmp_path)
             same(part[name], {key: value[[1, 3]] for key, value in batch.items()})
 
 
-def test_bytes_per_token_are_those_of_the_scored_tokens(folder, tmp_path):
-    for tokenizer, packing in itertools.product(["bytes", "chars", "bpe:260"], [False, True]):
-        config = make_config(
-            f"text:{folder}", tmp_path, split="documents", tokenizer=tokenizer, packing=packing
-        )
-        data = open_data(config)
-        lengths = data.tokenizer.byte_lengths()
-        for split in ("train", "eval"):
-            stream = np.array(token_ids(data, split))
-            if not packing:
-                scored = stream[1:]
-            elif tokenizer == "chars":
-                scored = np.concatenate([stream[a + 1 : b] for a, b in data.documents(split)])
-            else:
-                ends = np.zeros(len(data.documents(split)), int) + data.tokenizer.eot
-                scored = np.concatenate([stream[stream != data.tokenizer.eot], ends])
-            assert data.scored_tokens(split) == len(scored)
-            expected = lengths[scored].sum() / len(scored)
-            assert data.bytes_per_token(split) == pytest.approx(expected)
-
-
-def test_bytes_per_token_where_an_id_has_no_fixed_bytes(tmp_path):
-    library = pytest.importorskip("tokenizers")
-    inner = library.Tokenizer(library.models.WordLevel({"é": 0, "b": 1, "?": 2}, unk_token="?"))
-    inner.pre_tokenizer = library.pre_tokenizers.Whitespace()
-    inner.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "text.txt").write_text("é b " * 60, encoding="utf-8")
-    config = make_config(f"text:{tmp_path / 'text.txt'}", tmp_path, tokenizer=str(tmp_path))
-    data = open_data(config)  # 4 characters and 5 bytes for 2 tokens
-    assert (data.train_tokens, data.eval_tokens) == (90, 30)
-    assert data.bytes_per_token("eval") == 5 * 15 / 29
-    shards = tmp_path / "shards"
-    write_token_shards(shards, data.tokenizer, ["é b " * 45], ["é b " * 15])
-    config.source = f"tokens:{shards}"
-    assert open_data(config).bytes_per_token("eval") == (5 * 15 - 1) / 29  # no space at the end
-
-
 def test_a_row_has_to_fit_into_each_split(letters, tmp_path):
     config = make_config(f"text:{letters}", tmp_path, seq_len=99)
     assert next(open_data(config).train_iterator())["inputs"].shape == (4, 99)

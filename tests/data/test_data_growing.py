@@ -13,7 +13,7 @@ from refusals import refused
 
 from efx.config.run import DataConfig
 from efx.config.schema import make
-from efx.data import disk_cache, growing, held_out, sources, tokenizers
+from efx.data import growing, held_out, sources, tokenizers
 from efx.data.opened import OpenedTexts
 from efx.errors import TransientError, UsageError
 from efx.parallel.signals import STOPPING
@@ -244,4 +244,4 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert growing.Progress.read(tmp_path).tokens > 20 * buffer
-    assert peak < 4 * 4 * buffer + disk_cache._BLOCK
+    assert peak < 4 * 4 * buffer + 2**20

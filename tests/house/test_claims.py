@@ -1,105 +1,151 @@
-"""Every number that a document quotes is in a file of results/ that the same page links to.
+"""Results in documents are those of results/, and comparisons are those of the published runs."""
 
-Checked are decimals with two digits or more, outside code. In a row of a table that begins with the
-name of a run or family, the number has to be in a row of that name. Numbers from elsewhere are in
-italics.
-"""
-
-import math
+import random
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
-from test_docs import PAGES, ROOT, prose
+from scipy import stats
+from test_docs import ROOT
 
 pytest.importorskip("pandas", reason="the extra `studies` is not installed")
 
 import pandas as pd
 
-from efx.studies import results
-from efx.studies.statistics import difference
-
-NUMBER = re.compile(r"(?<![\w./])-?\d+\.\d{2,}(?![\w.]*/|\d*v\d|\.\d)")
-UNITS = {"%": 0.01}
-RATES_SELECTED_ON = 0  # the seed that does not count where it selected the learning rates
+from efx.studies import results, statistics
+from results import comparisons, pages
 
 
-def numbers(text):
-    """(text, value, precision) of the numbers of a passage, without links and code."""
-    text = re.sub(
-        r"(?<!\*)\*[^*]+\*(?!\*)|`[^`]*`|\]\([^)]*\)|<[^>]*>|arXiv[\s:]*\d{4}\.\d{5}|\[\d{4}\.\d{5}",
-        " ",
-        text,
-    )
-    for found in NUMBER.finditer(text):
-        digits = len(found[0].partition(".")[2])
-        scale = UNITS.get(text[found.end() : found.end() + 1], 1)
-        yield found[0], float(found[0]) * scale, 0.5001 * 10**-digits * scale
-
-
-def values(table):
-    """All numbers of a result, and of its seeds the mean and deviation of each point."""
-    found = [table[column] for column in table.select_dtypes("number")]
-    if {"seed", "loss"} <= {*table}:
-        keys = [key for key in ("family", "size", "budget", "rate") if key in table]
-        for measured in {"loss", "repeat_gain"} & {*table}:
-            for seeds in (table.seed >= 0, table.seed != RATES_SELECTED_ON):
-                groups = table[seeds].groupby(keys, dropna=False)[measured]
-                found += [groups.mean(), groups.std()]
-    return pd.concat(found).dropna()
-
-
-def rows_of(table, label):
-    """The rows of a result whose name or family is `label`; empty where it names none."""
-    for column in ("name", "family"):
-        if column in table:
-            rows = table[table[column].astype(str) == label]
-            if len(rows):
-                return rows
-    return table.iloc[:0]
-
-
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.name != "settings.md"], ids=lambda page: page.name
-)
-def test_numbers_are_results(page):
+@pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.name)
+def test_tables_are_generated_and_results_in_sentences_have_their_source(page):
     text = page.read_text()
-    names = sorted(set(re.findall(r"results/([\w-]+)\.csv", text)))
-    tables = [results.read(name, ROOT / "results")[0] for name in names]
-    wrong = []
-    for line in prose(text).splitlines():
-        label = re.sub(r"[`*]", "", line.split("|")[1]).strip() if line.startswith("|") else ""
-        named = [rows for rows in (rows_of(table, label) for table in tables) if len(rows)]
-        known = [values(table) for table in named or tables]
-        for quoted, value, precision in numbers(line):
-            if not any(((one.abs() - abs(value)).abs() <= precision).any() for one in known):
-                wrong.append(f"{quoted} in: {line.strip()}")
-    assert not wrong, "\n".join(wrong)
+    assert pages.with_tables(text) == text, "run: python -m results.pages"
+    assert pages.unsourced(text) == []
 
 
-@pytest.mark.parametrize(
-    "name, compute", [(results.OUT, results.by_budget), ("comparisons", results.comparisons)]
+# Code, comments, links to elsewhere, targets of links, italics.
+HIDDEN = re.compile(
+    r"^```.*?^```$|<!--.*?-->|`[^`]*`|\[[^]]*\]\(http[^)]*\)|\]\(.*?\)|\*[^*\s][^*\n]*\*",
+    re.M | re.S,
 )
-def test_comparisons_are_current(name, compute):
-    published, _ = results.read(name, ROOT / "results")
-    computed = compute(ROOT / "results").round(4)
+
+
+def visible_numbers():
+    """(text of a page, match) of all decimals and percentages, but for versions and names."""
+    for page in pages.PAGES:
+        text = page.read_text()
+        shown = HIDDEN.sub(lambda match: " " * len(match[0]), text)
+        for match in re.finditer(r"(?<![\w.])(?<![A-Za-z]-)(\d+\.\d+|\d+%)(?![\w.]*\d)", shown):
+            yield text, match
+
+
+def with_another(rng, text, start, end):
+    """The page with one digit of a number changed, or its sign."""
+    if rng.random() < 0.3:
+        is_negative = text[start - 1] == "-"
+        return (
+            text[: start - 1] + text[start:] if is_negative else text[:start] + "-" + text[start:]
+        )
+    place = rng.choice([i for i in range(start, end) if text[i].isdigit()])
+    digit = rng.choice([one for one in "0123456789" if one != text[place]])
+    return text[:place] + digit + text[place + 1 :]
+
+
+def is_noticed(text):
+    try:
+        return pages.with_tables(text) != text or pages.unsourced(text) != []
+    except ValueError:  # a label that no row has
+        return True
+
+
+def test_wrong_numbers_are_noticed():
+    rng, numbers = random.Random(0), list(visible_numbers())
+    assert len(numbers) > 400
+    broken = [with_another(rng, text, *at.span()) for text, at in rng.sample(numbers, 50)]
+    assert sum(map(is_noticed, broken)) >= 49
+
+
+@pytest.mark.parametrize("sentence, is_right", [
+    ("0.5", False),
+    ("12%", False),
+    ("1.740<!-- results/mod_table.csv name=dense {loss:.3f} -->", False),  # another row's
+    ("-1.984<!-- results/mod_table.csv name=dense {loss:.3f} -->", False),
+    ("1.984<!-- results/mod_table.csv name=dense {loss:.3f} --> and 0.5", False),
+    ("| run | 0.5 |", False),
+    ("1.984\n± 0.031<!-- results/mod_table.csv name=dense {loss:.3f} ± {loss_std:.3f} -->", True),
+    ("`gain=0.5`, *0.5*, [2404.02258](https://arxiv.org), 1.3B, version 4.57.1, 12 blocks", True),
+])  # fmt: skip
+def test_a_result_is_a_decimal_or_percentage_with_its_source_behind_it(sentence, is_right):
+    assert (pages.unsourced(sentence) == []) == is_right
+
+
+@pytest.mark.parametrize("source", [
+    "results/mod_table.csv {loss:.3f}",  # many rows
+    "results/mod_table.csv name=MoD {loss:.3f}",  # no row
+    "results/mod_table.csv name=dense {loss:.3f} of 2.0",  # a number of the page's own
+])  # fmt: skip
+def test_a_source_names_one_row_and_only_columns(source):
+    with pytest.raises(ValueError):
+        pages.render(*pages.parse(source))
+
+
+def test_comparisons_are_current():
+    published, _ = results.read("comparisons", ROOT / "results")
+    computed = comparisons.comparisons()
     pd.testing.assert_frame_equal(published, computed, check_dtype=False, atol=1e-4)
 
 
-def test_an_unpaired_interval_is_students():
-    """Two samples of three, by hand: sp = 1, so the half width is t(0.975, 4) sqrt(2/3)."""
-    mean, low, high, p = difference((2.0, 1.0, 3), (1.0, 1.0, 3))
-    assert mean == 1 and math.isclose(high - mean, 2.7764451 * math.sqrt(2 / 3), rel_tol=1e-6)
-    assert math.isclose(mean - low, high - mean) and p > 0.5  # far outside the margin
-    *_, p = difference((2.0, 1e-3, 3), (2.001, 1e-3, 3))
-    assert p < 1e-3  # well inside
+def test_differences_are_welchs_or_paired():
+    a, b = np.array([2.0, 2.1, 2.5, 2.2]), np.array([1.9, 2.0, 1.95, 2.0])
+    welch = stats.ttest_ind(a, b, equal_var=False)
+    paired = stats.ttest_rel(a, b)
+    summary = [(each.mean(), each.std(ddof=1), 4) for each in (a, b)]
+    for found, expected in (
+        (statistics.difference(*summary), welch),
+        (statistics.paired_difference(a, b), paired),
+    ):
+        low, high = expected.confidence_interval(0.95)
+        values = found["difference"], found["low"], found["high"], found["p"]
+        np.testing.assert_allclose(values, (a.mean() - b.mean(), low, high, expected.pvalue))
+        assert found["equivalence_p"] > 0.5  # far outside the margin
+    close = statistics.difference((2.0, 1e-3, 3), (2.001, 1e-3, 3))
+    assert close["equivalence_p"] < 1e-3
+    assert np.isnan(statistics.difference((2.0, np.nan, 1), (2.001, 1e-3, 3))["low"])
+
+
+def test_holms_correction():
+    np.testing.assert_allclose(statistics.holm([0.04, 0.01, 0.03, 0.9]), [0.09, 0.04, 0.09, 0.9])
+
+
+def test_only_models_that_differ_in_the_selection_are_paired():
+    runs = {"seed": [1, 2], "rate": [np.nan] * 2, "parameters": [100_000] * 2, "tokens": [500] * 2}
+
+    def model(**changes):
+        return comparisons.Model("", 0.0, (), pd.DataFrame(runs | changes))
+
+    paired = comparisons.differ_in_selection_alone
+    assert paired(model(), model(parameters=[100_256] * 2))  # a router
+    for change in ({"seed": [0, 1]}, {"rate": [1e-3] * 2}, {"parameters": [50_000] * 2}):
+        assert not paired(model(), model(**change))
+    assert not paired(model(), model(tokens=[450] * 2))  # reads less of the text
+    assert not paired(model(), comparisons.Model("", 0.0, ()))
+
+
+def test_a_size_with_a_diverged_seed_is_not_the_best(tmp_path, monkeypatch):
+    monkeypatch.setattr(comparisons, "RESULTS", tmp_path)
+    rows = [("wide", seed, loss) for seed, loss in enumerate([1.0, 1.0, np.nan])]
+    rows += [("narrow", seed, 2.0) for seed in range(3)] + [("one seed", 0, 0.5)]
+    table = pd.DataFrame(rows, columns=["size", "seed", "loss"]).assign(family="dense")
+    results.write(tmp_path / "points.csv", table, {"title": "points"})
+    assert comparisons.best("points", np.nan, "loss", "dense").size == "narrow"
 
 
 def test_results_name_their_command_and_revision():
     for path in (ROOT / "results").glob("*.csv"):
         table, header = results.read(path.stem, path.parent)
         assert len(table) and {"title", "command", "machine"} <= {*header}, path.name
-        derived = (results.OUT, "comparisons", "_optima", "_differences")
+        derived = ("comparisons", "_optima", "_differences")
         assert path.stem.endswith(derived) or "revision" in header, path.name
         for page in re.findall(r"configs/\S+\.py", " ".join(header["command"])):
             assert Path(ROOT / page).is_file(), (path.name, page)

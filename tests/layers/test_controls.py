@@ -128,8 +128,8 @@ class Held:
                 "weights": np.ones(tokens.shape, np.float32),
             }
 
-    def bytes_per_token(self, split):
-        return 1.0
+    def scored_bytes(self, batch_size, max_batches):
+        return None
 
     def scored_tokens(self, split):
         return self.batches * 2 * families.LENGTH

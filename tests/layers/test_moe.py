@@ -443,8 +443,8 @@ class Held:
             batch = {"inputs": tokens, "targets": np.roll(tokens, -1, 1), "weights": weights}
             yield {name: x[rows] for name, x in batch.items()}
 
-    def bytes_per_token(self, split):
-        return 1.0
+    def scored_bytes(self, batch_size, max_batches):
+        return None
 
     def scored_tokens(self, split):
         return 2 * families.BATCH * families.LENGTH

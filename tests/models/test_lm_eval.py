@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import sys
+import types
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from test_import import folder, imported, routed, run  # noqa: F401
 from test_interop import transformers  # noqa: F401
 
 from efx.config.load import config_of_run
+from efx.data import bpe
 from efx.train import setup
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -107,6 +109,16 @@ def test_scores_depend_neither_on_padding_nor_on_batch_mates(lm_eval, routed):  
     cut, whole = model.score([(row[:40], row[40:45]), (row[12:40], row[40:45])])
     assert cut == whole
     refused(lambda: model.score([(row[:1], row[1:34])]), "continuation of 33 tokens")
+
+
+def test_texts_that_the_tokenizer_loses_are_not_scored_by_their_bytes(lm_eval, routed):  # noqa: F811
+    model, library = lm_eval.EfxLM(routed), importlib.import_module("tokenizers")
+    inner = library.Tokenizer(library.models.BPE({"a": 0, "b": 1}, []))
+    inner.decoder = library.decoders.Fuse()
+    model.efx_tokenizer = bpe.LibraryTokenizer(inner.to_str())
+    texts = [types.SimpleNamespace(args=(text,)) for text in ("abba", "abcba")]
+    assert len(model.loglikelihood_rolling(texts[:1])) == 1
+    refused(lambda: model.loglikelihood_rolling(texts), "'cba' at 2 of text 1")
 
 
 def answers(samples):

@@ -3,7 +3,12 @@
 import contextlib
 import hashlib
 import json
+import os
+import pathlib
 import resource
+from stat import S_ISDIR
+
+import pytest
 
 from efx.configs import common
 from efx.logging import MetricsWriter
@@ -35,6 +40,60 @@ def largest_file(size):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class Flushes:
+    """What `os.fsync` has flushed.
+
+    Attributes:
+      early: paths that were renamed before all of their files were flushed.
+    """
+
+    def __init__(self):
+        self.early, self._states = [], {}
+
+    def record(self, handle):
+        number, state = self._state(handle)
+        self._states[number] = state
+
+    def missing(self, top):
+        """The files and folders from `top` on that have changed since they were flushed."""
+        found = []
+        for path in (pathlib.Path(top), *pathlib.Path(top).rglob("*")):
+            number, state = self._state(path)
+            if self._states.get(number) != state:
+                found.append(str(path))
+        return found
+
+    def _state(self, path):
+        """(inode, contents of a directory or last change of a file)"""
+        stat = os.stat(path)
+        if not S_ISDIR(stat.st_mode):
+            return stat.st_ino, (stat.st_size, stat.st_mtime_ns)
+        return stat.st_ino, {name for name in os.listdir(path) if not name.endswith(".tmp")}
+
+
+@contextlib.contextmanager
+def watched_flushes():
+    """Yield the `Flushes` of this process."""
+    flushes, fsync = Flushes(), os.fsync
+
+    def recorded(handle):
+        fsync(handle)
+        flushes.record(handle)
+
+    def checked(rename):
+        def renamed(source, target, **options):
+            flushes.early.extend(flushes.missing(source))
+            rename(source, target, **options)
+
+        return renamed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", recorded)
+        for name in ("rename", "replace"):
+            patch.setattr(os, name, checked(getattr(os, name)))
+        yield flushes
 
 
 def edit_record(run, change):

@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 from checkpoint_helpers import abstract, assert_same, damage, flip, make, make_state, saved
 from refusals import refused
-from run_files import largest_file
+from run_files import largest_file, watched_flushes
 
 from efx.checkpoint import CheckpointError, errors, manifest
 from efx.checkpoint.manifest import MANIFEST
@@ -181,6 +181,14 @@ def test_no_directory_has_the_name_of_a_step_before_its_manifest(tmp_path):
         while not (tmp_path / "1").exists() and time.monotonic() < deadline:
             pass
         assert (tmp_path / "1" / MANIFEST).exists()
+
+
+def test_a_checkpoint_is_flushed_before_it_has_its_name(tmp_path):
+    with watched_flushes() as flushes:
+        saved(tmp_path)
+        folder = tmp_path / "4"
+        needed = [*manifest.read_manifest(folder)["files"], MANIFEST]
+        assert not {str(folder / name) for name in needed} & {*flushes.missing(folder)}
 
 
 def test_a_full_disk_is_one_line_and_does_not_hide_an_earlier_error(tmp_path, capfd, caplog):

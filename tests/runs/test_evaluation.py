@@ -1,16 +1,18 @@
 """Evaluation changes nothing of a training and is repeatable from a checkpoint."""
 
 import json
+import math
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import run_files
+from refusals import refused
 
 from efx.config.load import config_of_run
 from efx.logging import read_metrics
-from efx.train import finished_run, trainer
+from efx.train import finished_run, setup, trainer
 
 STEPS = 3
 MOD = {
@@ -59,3 +61,56 @@ def test_evaluation_changes_no_bit_of_a_training_and_is_repeatable(tmp_path):
         again = finished_run.evaluate(config_of_run(workdir), workdir)
         evaluated = {name: value for name, value in row.items() if name.startswith("eval/")}
         assert again == evaluated and evaluated["eval/repeated/gain"]
+
+
+# The end has three bytes a character.
+MIXED = "the quick brown fox jumps over the lazy dog. " * 50 + "日本語の文章、だ。漢字 " * 30
+
+
+@pytest.mark.usefixtures("one_device")
+@pytest.mark.parametrize("max_batches", [0, 1, 3])
+def test_bits_per_byte_divide_the_nats_and_the_bytes_of_the_same_targets(
+    max_batches, tmp_path, capsys
+):
+    (tmp_path / "text.txt").write_text(MIXED, encoding="utf-8")
+    changes = {"data.tokenizer": "chars", "data.eval_fraction": 0.3, "evaluate.batch_size": 5}
+    changes |= {"evaluate.max_batches": max_batches, "data.cache_dir": str(tmp_path / "cache")}
+    config = run_files.tiny(tmp_path / "text.txt", **changes)
+    row = trainer.train_and_evaluate(config, tmp_path / "run")
+    e, *_ = setup.finished(config, tmp_path / "run", None, ("eval",))
+    batches = list(e.data.eval_batches(5, max_batches))
+    targets = np.concatenate([batch["targets"][batch["weights"] > 0] for batch in batches])
+    text = "".join(sorted(set(MIXED))[i] for i in targets)
+    assert len(text) == row["eval/tokens"] and ("日" in text and "fox" in text)
+    expected = row["eval/loss"] * len(text) / math.log(2) / len(text.encode())
+    assert row["eval/bits_per_byte"] == pytest.approx(expected, rel=1e-12)
+    assert f"({expected:.4f} bits per byte)" in capsys.readouterr().out
+    again = finished_run.evaluate(config_of_run(tmp_path / "run"), tmp_path / "run")
+    assert again["eval/bits_per_byte"] == row["eval/bits_per_byte"]
+    assert f"{len(text):,} tokens, {len(text.encode()):,} bytes" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("one_device")
+def test_a_tokenizer_that_loses_text_is_evaluated_without_bits_per_byte(tmp_path, capsys):
+    library = pytest.importorskip("tokenizers")
+    letters = {c: i for i, c in enumerate("abcdefghijklmnopqrstuvwxyz ")}
+    inner = library.Tokenizer(library.models.BPE(letters, []))
+    inner.decoder = library.decoders.Fuse()
+    inner.save(str(tmp_path / "letters.json"))
+    (tmp_path / "text.txt").write_text("the quick brown fox. " * 100)
+    changes = {"data.tokenizer": str(tmp_path / "letters.json"), "evaluate.every": 1}
+    changes |= {"data.cache_dir": str(tmp_path / "cache")}
+    config = run_files.tiny(tmp_path / "text.txt", **changes)
+
+    def train():
+        return trainer.train_and_evaluate(config, tmp_path / "run")
+
+    refused(train, "lossy_tokenizer", "'. the quick")
+    config.data.lossy_tokenizer, config.checkpoint.best_metric = True, "eval/bits_per_byte"
+    refused(train, "best_metric")
+    config.checkpoint.best_metric = "eval/loss"
+    row = train()
+    row |= finished_run.evaluate(config_of_run(tmp_path / "run"), tmp_path / "run")
+    printed = capsys.readouterr().out
+    assert row["eval/loss"] > 0 and not any("byte" in name for name in row)
+    assert "held-out loss" in printed and "byte" not in printed

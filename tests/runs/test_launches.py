@@ -180,10 +180,13 @@ def test_a_directory_without_a_checkpoint_is_free_for_any_config(trained, tmp_pa
     lacking = {"init.run": str(trained / "run"), "model.norm": "layernorm", "model.use_bias": True}
     refused(tiny(trained / "a.txt", **lacking), tmp_path / "run", "config.init.missing")
     assert not (tmp_path / "run").exists()
-    # A run that was killed before its first checkpoint, with the tokenizer of another text.
-    shutil.copytree(trained / "run", tmp_path / "run")
-    checkpoints = tmp_path / "run/checkpoints"
-    (checkpoints / "2").rename(checkpoints / "2.orbax-checkpoint-tmp")
+    # A run whose first save failed, with the tokenizer of another text.
+    with largest_file(20_000):
+        refusals.refused(
+            lambda: trainer.train_and_evaluate(tiny(trained / "a.txt"), tmp_path / "run"),
+            "checkpoint 2",
+        )
+    assert steps_of(tmp_path / "run") == [1, 2]
     (tmp_path / "run/tokenizer.json").write_text('{"kind": "chars", "characters": "abc"}')
     (tmp_path / "run/samples").mkdir()
     (tmp_path / "run/samples/step_9.txt").write_text("of the other run")
@@ -194,6 +197,41 @@ def test_a_directory_without_a_checkpoint_is_free_for_any_config(trained, tmp_pa
     assert steps_of(tmp_path / "run") == [1]
     assert len(run_dir.run_record(tmp_path / "run")["launches"]) == 1
     assert not list((tmp_path / "run/samples").iterdir())
+
+
+def empty(path):
+    """As a mount point without its disk."""
+    shutil.rmtree(path)
+    path.mkdir()
+
+
+def dangle(path):
+    path.rename(path.parent / "moved")
+    path.symlink_to("/absent/disk")
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "checkpoints/2"])
+@pytest.mark.parametrize("lose", [shutil.rmtree, empty, dangle])
+def test_a_run_whose_checkpoints_are_missing_is_refused(copy, lose, name):
+    """Moved, deleted or not mounted; it would start again from step 0."""
+    run = copy / "run"
+    lose(run / name)
+    for changes in ({}, {"steps": 3}, {"seed": 1}):
+        refused(tiny(copy / "a.txt", **changes), run, f"--workdir={run}", "checkpoints/2")
+
+
+def test_a_run_without_its_metrics_or_record_is_refused(copy):
+    config, run = tiny(copy / "a.txt"), copy / "run"
+    (run / "metrics.jsonl").rename(copy / "rows")
+    refused(config, run, f"--workdir={run}", "metrics.jsonl")
+    (copy / "rows").rename(run / "metrics.jsonl")
+    # The record is a copy, which any launch writes again, unless the checkpoints are missing too.
+    (run / "run.json").unlink()
+    trainer.train_and_evaluate(config, run)
+    shutil.rmtree(run / "checkpoints")
+    refused(config, run, f"--workdir={run}", "checkpoints/2")
+    (run / "run.json").unlink()
+    refused(config, run, f"--workdir={run}", "run.json")
 
 
 def test_a_resume_that_fails_leaves_the_run_as_it_was(copy):

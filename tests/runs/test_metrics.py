@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from refusals import refused
-from run_files import largest_file, writer_of
+from run_files import largest_file, watched_flushes, writer_of
 
 from efx.logging import (
     MetricsWriter,
@@ -49,6 +49,15 @@ def test_rows_are_on_disk_at_once_and_valid_json(tmp_path):
     ]
     assert read_metrics(tmp_path) == rows
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]  # no TensorBoard
+
+
+def test_rows_and_samples_are_flushed_when_a_write_returns(tmp_path):
+    with watched_flushes() as flushes, writer_of(tmp_path) as writer:
+        for step in (1, 2, 2):
+            writer.write(step, {"loss": 2.5})
+            assert flushes.missing(tmp_path / "metrics.jsonl") == []
+        writer.write_samples(2, ["text"])
+        assert flushes.early == flushes.missing(tmp_path / "samples") == []
 
 
 def test_a_step_has_one_line_that_later_values_extend(tmp_path):

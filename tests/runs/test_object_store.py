@@ -110,6 +110,20 @@ def test_a_save_that_was_cut_off_in_a_bucket_makes_way_for_the_next(run, objects
     assert losses(RUN).items() >= expected.items() and max(losses(RUN)) == 6
 
 
+def test_a_run_whose_checkpoints_are_missing_in_a_bucket_is_refused(run, objects):
+    before, begin = dict(objects), "bucket/runs/a/checkpoints/"
+    try:
+        for lost in (begin, "efx_manifest.json"):
+            objects.update(before)
+            for name in [name for name in objects if name.startswith(begin) and lost in name]:
+                del objects[name]
+            left = dict(objects)
+            refused(lambda: trainer.train_and_evaluate(config(run, steps=9), RUN), RUN, begin[-12:])
+            assert objects == left
+    finally:
+        objects.update(before)
+
+
 # ---- data ---------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """The run directory: its records, the configs that may resume in it, damage, the lock."""
 
+import concurrent.futures
 import errno
 import json
 import os
@@ -10,7 +11,7 @@ import sys
 import jax
 import pytest
 from refusals import refused
-from run_files import largest_file, writer_of
+from run_files import largest_file, watched_flushes, writer_of
 
 from efx import io, main, run_dir
 from efx.errors import UsageError
@@ -37,6 +38,7 @@ def open_run(path, config=CONFIG):
     (folder / "meta").mkdir(parents=True, exist_ok=True)
     (folder / "meta/metadata").write_text(json.dumps({"record": record}))
     (folder / run_dir.MANIFEST).write_text("{}")
+    (path / run_dir.METRICS_FILE).touch()
     return run
 
 
@@ -67,7 +69,8 @@ def test_a_new_run_and_its_records(tmp_path):
     assert files_of(path) == before  # opening writes nothing
     assert not open_run(path).is_new
     assert len(json.loads((path / "run.json").read_text())["launches"]) == 2
-    assert sorted(p.name for p in path.iterdir()) == ["checkpoints", "config.json", "run.json"]
+    names = ["checkpoints", "config.json", "metrics.jsonl", "run.json"]
+    assert sorted(p.name for p in path.iterdir()) == names
 
 
 def test_permitted_changes_are_recorded(tmp_path):
@@ -145,6 +148,35 @@ def test_atomic_writes_leave_the_old_file_or_no_directory_when_they_fail(tmp_pat
         (part / "a").write_text("half")
         raise KeyError
     assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_writers_of_the_same_process_number_do_not_disturb_each_other(tmp_path):
+    """Containers that share a disk number their processes alike; so do the threads of one."""
+    path, texts = tmp_path / "file", [letter * 200_000 for letter in "abcd"]
+    io.write_text(path, texts[0])
+
+    def write(text):
+        for _ in range(30):
+            io.write_text(path, text)
+
+    with concurrent.futures.ThreadPoolExecutor(len(texts)) as pool:
+        writes = [pool.submit(write, text) for text in texts]
+        while not all(each.done() for each in writes):
+            assert path.read_text() in texts
+    assert [each.exception() for each in writes] == [None] * 4
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_files_and_folders_are_flushed_before_they_are_renamed_and_their_names_after(tmp_path):
+    with watched_flushes() as flushes:
+        io.write_text(tmp_path / "file", "text")
+        with io.replacing(tmp_path / "folder") as part:
+            (part / "inner").mkdir(parents=True)
+            (part / "inner/file").write_text("text")
+        assert flushes.early == flushes.missing(tmp_path) == []
+    other = tmp_path / "other"
+    other.write_text("")
+    assert (tmp_path / "file").stat().st_mode == other.stat().st_mode
 
 
 # ---- files that are damaged or of another program ----------------------------------------------

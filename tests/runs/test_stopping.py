@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from run_files import TINY, tiny
 
-from efx.checkpoint import manifest
 from efx.config.load import to_config
 from efx.logging import read_metrics
 from efx.parallel import signals
+from efx.run_dir import finished_steps
 from efx.train import setup, trainer
 from efx.train.evaluator import Evaluator
 
@@ -76,7 +76,7 @@ def test_sigterm_saves_and_the_next_launch_makes_up_for_the_evaluation(
     released.set()
     out = capsys.readouterr().out
     assert "stopped at step 2 by SIGTERM" in out and "finished: " not in out
-    assert manifest.finished_steps(manifest.as_root(broken / "checkpoints")) == [2]
+    assert finished_steps(broken / "checkpoints") == [2]
     assert "eval/loss" not in rows(broken)[-1] and not (broken / "samples").exists()
     trainer.train_and_evaluate(config, broken)
     assert "finished: 2 steps, " in capsys.readouterr().out
