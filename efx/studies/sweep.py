@@ -142,7 +142,8 @@ def _stats(values):
 
 
 def _difference_cell(a, b):
-    mean, low, high, _ = difference(a, b)
+    columns = difference(a, b)
+    mean, low, high = (columns[name] for name in ("difference", "low", "high"))
     if math.isnan(mean):  # a run diverged
         return ""
     return f"{mean:.4f}" + ("" if math.isnan(low) else f" ({low:.4f} to {high:.4f})")
@@ -179,7 +180,7 @@ def study(arguments):
     per_run, text = table_of(results, sweep)
     text += f"\n\n`{sweep['config']}`, seeds {', '.join(map(str, sweep['seeds']))}. "
     if len(sweep["seeds"]) > 1:
-        text += "Mean ± standard deviation; differences with unpaired 95% intervals. "
+        text += "Mean ± standard deviation; differences with Welch's 95% intervals. "
     text += f"Command: `{arguments.command}`\n"
     tables.save(workdir, "table", per_run, text)
 
