@@ -62,6 +62,11 @@ def _mod(losses=("router_bce",), looks_ahead=True, depth_routing=None, **setting
     return _row(losses, looks_ahead, depth_routing=routing, **settings)
 
 
+def _control(name, **depth_routing):
+    routing = dict(kind="mod", capacity=0.5, train_selection=name)
+    return _row(depth_routing=routing | depth_routing)
+
+
 def experts(**changes):
     """Settings of `mlp`: four small experts."""
     moe = dict(num_experts=4, expert_hidden=24, capacity_factor=1.0)
@@ -158,8 +163,8 @@ FAMILIES = {
             **SMALL_PREDICTOR,
         ),
     ),
-    "mod_stochastic": _mod((), False, depth_routing=dict(train_selection="stochastic")),
-    "mod_fixed": _mod((), False, depth_routing=dict(train_selection="position", every=1)),
+    "mod_stochastic": _control("stochastic"),
+    "mod_fixed": _control("position", every=1),
     "mod_threshold": _mod(
         (), False, depth_routing=dict(causal="threshold", train_selection="threshold", slack=1.2)
     ),

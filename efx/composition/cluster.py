@@ -46,7 +46,8 @@ def split_documents(config_data):
             component_of[sources.document_digest(document.data)] = document.component
     for split, name, data in opened.pieces():
         digest = sources.document_digest(data)
-        document = sources.Document(name, data, component_of[digest])
+        # A document that held-out text was cut out of is of no component.
+        document = sources.Document(name, data, component_of.get(digest, ""))
         if split == "eval":
             held_out.append(document)
         else:

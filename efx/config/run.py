@@ -53,8 +53,8 @@ class DataConfig:
     seq_len: Count = 256  # tokens in a row
     batch_size: Count = 16  # sequences in a step, over all devices and hosts
     # A source that is held out as a whole, independent of max_bytes: official test files, or
-    # with --mode=evaluate any other text. Nothing is held out of `source` then, but documents of
-    # eval_source are excluded from training. "": use the next two settings.
+    # with --mode=evaluate any other text. Nothing is held out of `source` then, but documents that
+    # exactly equal one of eval_source are not trained on. "": use the next two settings.
     eval_source: str = ""
     eval_fraction: ProperFraction = 0.1  # fraction of the source that is held out
     # "tail": the end of the stream; "documents": whole documents, by hash
@@ -355,7 +355,8 @@ class EvaluateConfig:
     every: Natural = 250  # steps; 0: only at the end
     batch_size: Count = 16  # rows at a time
     max_batches: Natural = 0  # 0: the whole held-out split
-    # Batches of training text that set the thresholds of routed blocks first; 0: as trained
+    # Batches of training text that set the thresholds of routed blocks in the last checkpoint, and
+    # in an export; 0: as trained
     calibrate: Natural = 0
     # Rows of random tokens whose second half repeats the first: does the model copy? 0: none
     repeated_rows: Annotated[int, Range(least=0, most=2**16)] = 0

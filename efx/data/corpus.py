@@ -18,8 +18,8 @@ from efx.errors import UsageError
 log = logging.getLogger(__name__)
 
 # Raise these when the same text gives other tokens, or another tokenizer, than before.
-_VERSION = 3
-_TOKENIZER_VERSION = 3
+_VERSION = 4
+_TOKENIZER_VERSION = 5
 _LOG_SECONDS = 5
 _COMPARED_BYTES = 1 << 20  # of held-out text
 SPLIT_NAMES = {"train": "training split", "eval": "held-out split"}

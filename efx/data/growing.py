@@ -32,7 +32,7 @@ from efx.data.tokenizers import load_tokenizer
 from efx.errors import TransientError, UsageError
 from efx.parallel.signals import STOPPING
 
-_VERSION = 3  # raise it when the same input gives other files
+_VERSION = 5  # raise it when the same input gives other files
 _FILE_TOKENS = 1 << 22
 _TOKENS_AHEAD = 1 << 28  # of training, so that a long text does not fill the disk
 _POLL_SECONDS = 0.05

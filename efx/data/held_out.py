@@ -8,6 +8,8 @@ split elsewhere and held-out text would be trained on, so a run records its deci
     {"documents": [hash of each document]}               split="documents"
 
 `pieces` splits by it every text that still has these bytes in this place, or these documents.
+Documents that are exactly equal to a held-out one, or to one of which a part is held out, are not
+trained on.
 """
 
 import dataclasses
@@ -21,8 +23,9 @@ from efx.errors import UsageError
 
 log = logging.getLogger(__name__)
 
-VERSION = 1  # raise it when the same text is split elsewhere
+VERSION = 2  # raise it when the same text is split elsewhere
 _STRIDE = 1 << 24  # bytes counted at a time
+_LEAST_PART = 64  # bytes; shorter texts are in other documents by chance
 # With config.data.shuffle=buffer only documents that begin in these first bytes are held out:
 # training begins before the whole text is read.
 HEAD_BYTES = 1 << 26
@@ -56,23 +59,32 @@ def drop_held_out_behind_head(pieces):
 
 def drop_documents_of(heldout, source):
     """A Source without the documents of the Source `heldout`, and without the beginning of one
-    that config.data.max_bytes cut."""
+    that config.data.max_bytes cut.
+
+    If `heldout` is a single document of `_LEAST_PART` bytes, it is also cut out of longer ones.
+    """
 
     def documents():
         digests = {document_digest(document.data) for document in heldout.documents()}
-        dropped = 0
+        part = next(iter(heldout.documents())).data if len(digests) == 1 else b""
+        changed = 0
         for document in source.documents():
-            is_held_out = document_digest(document.data) in digests
-            if document.is_cut and not is_held_out:
+            pieces = [document.data]
+            if len(part) >= _LEAST_PART:
+                pieces = document.data.split(part)
+            if document_digest(document.data) in digests:
+                pieces = []
+            elif document.is_cut:
                 others = heldout.documents()
-                is_held_out = any(other.data.startswith(document.data) for other in others)
-            dropped += is_held_out
-            if not is_held_out:
-                yield document
-        if dropped:
+                if any(other.data.startswith(document.data) for other in others):
+                    pieces = []
+            changed += pieces != [document.data]
+            for piece in filter(None, pieces):
+                yield dataclasses.replace(document, data=piece)
+        if changed:
             log.info(
-                "%s: %d documents of %s are excluded from training",
-                source.name, dropped, heldout.name,
+                "%s: held-out text of %s is excluded from training (in %d documents)",
+                source.name, heldout.name, changed,
             )  # fmt: skip
 
     return dataclasses.replace(source, documents=documents)
@@ -180,17 +192,30 @@ def _decide_tail(source, eval_fraction):
 
 def _tail_pieces(source, decision):
     start, stop = decision["bytes"]
-    offset, digest = 0, hashlib.blake2b(digest_size=16)
-    for document in source.documents():
+
+    def documents():
+        """Yield (document, begin and end of its held-out bytes)."""
+        offset = 0
+        for document in source.documents():
+            size = len(document.data)
+            yield document, *(min(max(edge - offset, 0), size) for edge in (start, stop))
+            offset += size
+
+    copies = {document_digest(d.data) for d, begin, end in documents() if begin < end}
+    dropped, digest = 0, hashlib.blake2b(digest_size=16)
+    for document, begin, end in documents():
         data = document.data
-        begin, end = (min(max(edge - offset, 0), len(data)) for edge in (start, stop))
+        if begin == end and document_digest(data) in copies:
+            dropped += 1
+            continue
         before, heldout, after = data[:begin], data[begin:end], data[end:]
-        offset += len(data)
         digest.update(heldout)
         for split, piece in (("train", before), ("eval", heldout), ("train", after)):
             if piece:
                 yield split, document.name, piece
-    if offset < stop or digest.hexdigest() != decision["sum"]:
+    if dropped:
+        log.info("%s: %d copies of held-out documents are not trained on", source.name, dropped)
+    if digest.hexdigest() != decision["sum"]:
         _refuse_changed(source, f"its held-out bytes {start} to {stop} have changed")
 
 

@@ -4,6 +4,8 @@ There are one or two: `source`, and `eval_source` if the held-out split is a tex
 has documents (`sources.Source`) or tokens (`shards.TokenShards`).
 """
 
+import collections
+import dataclasses
 import logging
 
 from efx.data import corpus, growing, held_out, shards, sources, tokenizers
@@ -46,9 +48,9 @@ class OpenedTexts:
         self.grows = c.shuffle == "buffer"
         self.source = self.eval_source = self.subset = None
         if c.eval_source and splits:
-            self.eval_source = self._open("eval_source")
+            self.eval_source = self._open(c, "eval_source")
         if "train" in splits or ("eval" in splits and not self.eval_source):
-            self.source = self._open("source")
+            self.source = self._open(c, "source")
         texts = {"source": self.source, "eval_source": self.eval_source}
         self._texts = {key: text for key, text in texts.items() if text}
         self.origin = {key: text and text.identity() for key, text in texts.items()}
@@ -57,18 +59,37 @@ class OpenedTexts:
             self._refuse_changes(recorded_origin)
         if not self.source:
             return
-        self._refuse_shared_shards()
+        self._refuse_training_on_held_out()
         if not self.eval_source:
             self.origin |= self._decision(recorded_origin, is_recorded_text)
         self.subset = Subset.load(c.subset) if c.subset else None
 
-    def _open(self, key):
-        c, spec, setting = self._config, getattr(self._config, key), f"config.data.{key}"
+    def _open(self, c, key):
+        spec, setting = getattr(c, key), f"config.data.{key}"
         kind, argument = sources.parse(spec, setting)
         if kind != "tokens":
             return sources.open_source(c, self._root, key)
         limit = c.max_bytes if key == "source" else 0
         return shards.TokenShards(f"{setting}={spec!r}", argument, limit, self._root)
+
+    def is_source_cut(self):
+        """Whether config.data.max_bytes leaves out a part of the source; False if that is unknown
+        because the source `grows`."""
+        limit = self._config.max_bytes
+
+        def compute():
+            # The longest character has 4 bytes, and so has the longest id.
+            c = dataclasses.replace(self._config, max_bytes=limit + 4, document_bytes=0)
+            longer = self._open(c, "source")
+            if is_tokens(longer):
+                return len(longer.all_tokens().stream) > len(self.source.all_tokens().stream)
+            sizes = collections.Counter()
+            for document in longer.documents():
+                sizes[document.component] += len(document.data)
+            return max(sizes.values()) > limit
+
+        key = content_key("cut", self.origin["source"])
+        return limit > 0 and not self.grows and remember(self._root, key, compute)
 
     def _refuse_changes(self, recorded):
         """UsageError if a text is not the one that the run recorded."""
@@ -88,16 +109,23 @@ class OpenedTexts:
                     f"{str(recorded[key])[:8]} then, {self.origin[key][:8]} now): {remedy}"
                 )
 
-    def _refuse_shared_shards(self):
-        """UsageError if a shard of the eval_source is trained on, too.
+    def _refuse_training_on_held_out(self):
+        """UsageError if a held-out shard is trained on, too, or text is compared with tokens.
 
-        Documents of both texts are dropped from training; shards have no documents.
+        Held-out documents are dropped from training; shards are compared as whole files.
         """
-        if is_tokens(self.source) and is_tokens(self.eval_source):
-            if name := self.eval_source.find_training_shard_of(self.source):
+        heldout = self.eval_source or self.source
+        if is_tokens(heldout) != is_tokens(self.source):
+            raise UsageError(
+                f"{heldout.name} cannot be compared with {self.source.name}, since only one of "
+                "them is tokens, so held-out text could be trained on; use text or token shards "
+                "for both, or score it after training with --mode=evaluate"
+            )
+        if is_tokens(heldout):
+            if name := heldout.find_training_shard_of(self.source):
                 raise UsageError(
-                    f"{self.eval_source.name}: {name} is also a training shard of "
-                    f"{self.source.name}; select other training shards with a pattern"
+                    f"{heldout.name}: the held-out shard {name} is also a training shard of "
+                    f"{self.source.name}; select other shards with a pattern"
                 )
 
     def _decision(self, recorded, is_recorded_text):

@@ -6,7 +6,7 @@ import numpy as np
 
 from efx.config.run import DataConfig
 from efx.config.schema import make
-from efx.data import corpus, held_out
+from efx.data import corpus, held_out, tokenizers
 from efx.data.corpus import SPLITS
 from efx.data.disk_cache import content_key
 from efx.data.growing import GrowingTokens
@@ -64,7 +64,11 @@ def load(
     key = content_key(opened.key(), tokenizer.fingerprint)
     data = Data(c, seed, tokenizer, token_splits, key)
     data.origin, data.subset = opened.origin, opened.subset and opened.subset.key
+    data.is_cut = "train" in splits and opened.is_source_cut()
     return data
+
+
+_FEW_TOKENS = 10_000  # held-out tokens that give a noisy loss
 
 
 class Data:
@@ -82,9 +86,11 @@ class Data:
       fingerprint: hash of the text, of how it is split, and of the tokenizer.
       subset: hash of the list that the training split is limited to, or None.
       origin: a run's record of its text, see `opened.OpenedTexts`.
+      is_cut: whether config.data.max_bytes leaves out a part of the training text.
     """
 
     subset = origin = None
+    is_cut = False
 
     def __init__(self, config, seed, tokenizer, token_splits, fingerprint):
         """token_splits: {"train" or "eval": TokenSplit}."""
@@ -132,6 +138,31 @@ class Data:
             first = min(c.max_bytes or held_out.HEAD_BYTES, held_out.HEAD_BYTES)
             limit = f" of the documents that start in the first {first:,} bytes"
         return f"the held-out part ({description}){limit} of config.data.source={c.source!r}"
+
+    def remarks(self):
+        """Lines for people about limits of the text and of the tokenizer."""
+        c, lines = self._config, []
+        if self.is_cut:
+            lines.append(
+                f"config.data.max_bytes={c.max_bytes}: only the first {c.max_bytes:,} bytes of "
+                f"config.data.source={c.source!r} are used; set it to 0 to use all"
+            )
+        # Not parsed otherwise: the file that a setting names may be gone.
+        is_bpe = c.tokenizer.startswith("bpe:")
+        if is_bpe and self.vocab_size < tokenizers.parse(c.tokenizer)[1]:
+            lines.append(
+                f"config.data.tokenizer={c.tokenizer!r}: the tokenizer has only "
+                f"{self.vocab_size:,} ids; train it on a longer text for more"
+            )
+        if "eval" in self._streams and self.eval_tokens < _FEW_TOKENS:
+            remedy = "use a longer config.data.eval_source"
+            if not c.eval_source:
+                remedy = "use a longer text, or raise config.data.eval_fraction"
+            lines.append(
+                f"the held-out split has only {self.eval_tokens:,} tokens, so its loss is noisy; "
+                f"{remedy}"
+            )
+        return lines
 
     # ---- packing ---------------------------------------------------------------------------------
 
@@ -200,6 +231,14 @@ class Data:
         for start, stop in self.documents("eval"):
             added[start:stop] = self.tokenizer.added_bytes(self.tokens("eval", start, stop))
         return added
+
+    def epochs(self, steps):
+        """How often `steps` steps read the training text; None while it `grows`."""
+        if self.grows:
+            return None
+        c = self._config
+        rows = len(self._packing("train")) if c.packing else self.train_tokens / c.seq_len
+        return steps * c.batch_size / rows
 
     # ---- batches ---------------------------------------------------------------------------------
 

@@ -134,7 +134,7 @@ class TokenShards:
             paths = [Path(file) for file in find_files(name, where, root)]
             self._folder = paths[0].parent
             paths = [file for file in paths if not is_folder or file.suffix == ".bin"]
-        self._shards = []
+        shards = []
         remaining = max_bytes or sys.maxsize
         for shard in self._read_headers(paths, is_folder):
             with readable(name):
@@ -149,9 +149,14 @@ class TokenShards:
                 remaining -= count * shard.dtype.itemsize
                 shard = dataclasses.replace(shard, count=count)
             if shard.count:
-                self._shards.append(shard)
-        if not self._shards:
+                shards.append(shard)
+        if not shards:
             raise UsageError(f"{name}: the shards have no tokens")
+        # A copy of a shard, or a link to one, is left out.
+        distinct, digests = {}, file_digests(root, [shard.path for shard in shards])
+        for shard, digest in zip(shards, digests, strict=True):
+            distinct.setdefault((shard.split, digest), shard)
+        self._shards = list(distinct.values())
 
     def _read_headers(self, paths, is_folder):
         """The `_Shard`s of all files."""
@@ -235,13 +240,16 @@ class TokenShards:
         return [shard for shard in self._shards if shard.split == split]
 
     def find_training_shard_of(self, source):
-        """The name of a shard that is a training shard of the TokenShards `source`, or None.
+        """The name of a held-out shard that is a training shard of the TokenShards `source`, or
+        None.
 
-        Whole files are compared, even if max_bytes drops a part of one.
+        Whole files are compared, even if max_bytes drops a part of one. The held-out shards of the
+        `source` itself are those for evaluation, of others all.
         """
         training = [shard.path for shard in source._shards_of("train")]
         digests = set(file_digests(self._root, training))
-        paths = [shard.path for shard in self._shards]
+        heldout = self._shards_of("eval") if self is source else self._shards
+        paths = [shard.path for shard in heldout]
         pairs = zip(paths, file_digests(self._root, paths), strict=True)
         return next((path.name for path, digest in pairs if digest in digests), None)
 

@@ -10,8 +10,11 @@
     mix:A,B,...        the documents of several of these, one after another
 
 (`tokens:PATH`, text that is already tokenised, is in `shards.py`.)
+
+Of files with the same content only the first is read. A byte-order mark is not part of a text.
 """
 
+import codecs
 import contextlib
 import errno
 import glob
@@ -43,6 +46,8 @@ _FORMS = {
     "hf": "hf:NAME",
     "mix": "mix:A,B",
 }
+# Commas between the parts of a mixture; a path may contain others.
+_BETWEEN_PARTS = re.compile(r",(?=[a-z]+:|(?:stdlib|pydoc)(?:,|$))")
 # Left out of the standard library: installed packages, tests (more than a third of it, absent on
 # some systems) and files that the build generated.
 _STDLIB_SKIPPED_FOLDERS = {
@@ -111,7 +116,7 @@ def _parts(spec, key):
     kind, argument = parse(spec, key)
     if kind != "mix":
         return [spec]
-    parts = argument.split(",")
+    parts = _BETWEEN_PARTS.split(argument)
     for part in parts:
         if parse(part, key)[0] in ("mix", "tokens"):
             raise UsageError(
@@ -161,7 +166,7 @@ def _open_part(name, part, text_key, max_bytes, root, skipped=frozenset()):
     if kind == "stdlib":
         paths = _stdlib_files(name, skipped)
     else:
-        paths = find_files(name, argument, root)
+        paths = _distinct_files(name, find_files(name, argument, root), root)
     read_file = {
         "text": lambda path: _read_text(name, path, max_bytes),
         "stdlib": _read_python,
@@ -190,6 +195,7 @@ def _source_of(name, identity, read, max_bytes):
         remaining = max_bytes or float("inf")
         with readable(name):
             for document_name, data in read():
+                data = data.removeprefix(codecs.BOM_UTF8)
                 is_cut = len(data) > remaining
                 if is_cut:
                     data = whole_characters(data[:remaining])
@@ -271,8 +277,9 @@ def _language_reference(name, max_bytes):
 
 def _read_text(name, path, max_bytes):
     """Yield (path, bytes); UsageError for a binary file."""
+    most = len(codecs.BOM_UTF8) + max_bytes + 1  # one more, to see that the text goes on
     with open(path, "rb") as file:
-        data = file.read(max_bytes + 1 if max_bytes else -1)
+        data = file.read(min(most, os.path.getsize(path)) if max_bytes else -1)
     if b"\0" in data:
         if data.startswith(_COMPRESSED):
             raise UsageError(
@@ -340,14 +347,36 @@ def find_files(name, argument, root):
         return fetch_files(name, argument, root)
     path = os.path.expanduser(argument)
     if os.path.isdir(path):
-        below = glob.glob("**", root_dir=path, recursive=True)
-        found = [os.path.join(path, file) for file in sorted(below)]
+        found = _files_below(path)
     else:
         found = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
     files = [file for file in found if os.path.isfile(file)]
     if not files:
         raise UsageError(f"{name}: no such file, or no file in this folder or of this pattern")
     return files
+
+
+def _files_below(path):
+    """The files below a folder, sorted. Links are followed, but no folder is entered twice."""
+    entered, files = set(), []
+    for folder, children, names in os.walk(path, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in entered:
+            children.clear()
+            continue
+        entered.add(real)
+        children[:] = sorted(child for child in children if not child.startswith("."))
+        files += [os.path.join(folder, name) for name in names if not name.startswith(".")]
+    return sorted(files)
+
+
+def _distinct_files(name, paths, root):
+    """The files without those that have the content of an earlier one."""
+    distinct = {}
+    with readable(name):
+        for path, digest in zip(paths, file_digests(root, paths), strict=True):
+            distinct.setdefault(digest, path)
+    return list(distinct.values())
 
 
 def fetch_files(name, address, root):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx.layers import kernels
+from efx.layers import flops, kernels
 from efx.layers.dropout import ProbsDropout
 from efx.layers.linear import row_padding
 from efx.parallel import sharding
@@ -159,7 +159,7 @@ def _heads_last(out_BKGTH):
     return out_BTKGH.reshape(*out_BTKGH.shape[:2], -1, out_BTKGH.shape[-1])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@flops.custom_vjp(nondiff_argnums=(0, 1, 2))
 def _attend_blocks(query_spans, window, softcap, q_BKGTH, k_BKSH, v_BKSH, q_tokens, k_tokens):
     """`attend` of scaled queries, in blocks. Reverse mode only.
 

@@ -65,8 +65,7 @@ class Block(nn.Module):
             return None
         return with_dropout(self.dropout_attention_output, norm_output(c, norm, a_BTD), call)
 
-    def mlp_increment(self, x_BTD, call, context=None):
-        """`context` is unused: routed blocks pass one to either part."""
+    def mlp_increment(self, x_BTD, call):
         c, norm, dropout = self.config, self.norm_mlp, self.dropout_mlp_output
         y_BTD = norm_input(c, norm, x_BTD)
         if dropout is not None and c.dropout.skips and c.moe is None:

@@ -3,11 +3,11 @@
 Nominal FLOPs follow the papers' convention: the products that the mathematics needs. Executed ones
 are the products of the traced program, including, for example, scores that the causal mask hides
 and empty slots of experts. In both a multiply-add is 2 FLOPs, and training costs three times the
-forward pass (each product has two gradients of the same size). Not counted are recomputation in the
-backward pass (attention scores, remat), the first forward pass of accumulation
-(`efx.train.step.make_train_step`), element-wise operations, norms, softmax and lookups. The
-compiler's count, which has the latter, agrees with the traced one within 2% on unrolled models
-(tests/contract/test_flops.py).
+forward pass (each product has two gradients of the same size), less with frozen parameters
+(`train_factor`). Not counted are recomputation in the backward pass (attention scores, remat), the
+first forward pass of accumulation (`efx.train.step.make_train_step`), element-wise operations,
+norms, softmax and lookups. The compiler's count, which has the latter, agrees with the traced one
+within 2% on unrolled models (tests/contract/test_flops.py).
 """
 
 import collections
@@ -20,6 +20,8 @@ import re
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
+from flax import traverse_util
 
 from efx.parallel import sharding
 from efx.parallel.sharding import only_shapes
@@ -36,10 +38,12 @@ class Ledger:
       length: tokens in the sequence.
       nominal: {component: FLOPs}. Causal attention counts for each query the mean number of keys
         that it may see, (T+1)/2, as papers do.
+      train_factor: FLOPs of training over those of the forward pass.
     """
 
     length: int
     nominal: dict
+    train_factor: float = TRAIN_FACTOR
 
     @property
     def nominal_per_token(self):
@@ -47,7 +51,7 @@ class Ledger:
 
     def train_flops(self, tokens):
         """FLOPs of a training step on `tokens` tokens."""
-        return TRAIN_FACTOR * tokens * self.nominal_per_token
+        return self.train_factor * tokens * self.nominal_per_token
 
 
 def matmul(rows, inner, columns):
@@ -116,6 +120,47 @@ def executed(model, length, batch=1, train=True):
         return jaxpr_flops(forward, jax.random.key(0), tokens_BT)
 
 
+@functools.lru_cache(maxsize=64)
+def train_factor(model, length, batch=1, frozen=frozenset()):
+    """FLOPs of a training step over those of its forward pass.
+
+    `TRAIN_FACTOR` without frozen parameters. With them the products of the gradients that are
+    computed: of a product, one for each operand that depends on a trained parameter. So gradients
+    of activations reach down to the lowest trained parameter, also through frozen layers.
+
+    Traces the step in forward mode, whose products have the size and number of those of reverse
+    mode and none of which is recomputed.
+
+    Args:
+      length, batch: as in `executed`.
+      frozen: paths of the parameters that are not trained, with "/".
+    """
+    if not frozen:
+        return TRAIN_FACTOR
+    keys = dict.fromkeys(("params", "dropout", "routing"), jax.random.key(0))
+    tokens_BT = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+
+    def forward(trained, fixed, state, keys, tokens_BT):
+        params = traverse_util.unflatten_dict({**trained, **fixed}, sep="/")
+        variables = {"params": params, **state}
+        options = dict(train=True, rngs=keys, mutable=["losses", *state])
+        logits_BTV, mutated = model.apply(variables, tokens_BT, **options)
+        return logits_BTV, mutated.get("losses")
+
+    def with_gradients(trained, *arguments):
+        return jax.jvp(lambda trained: forward(trained, *arguments), (trained,), (trained,))
+
+    with only_shapes(), _counting(), sharding.as_one_device():
+        init = functools.partial(model.init, train=True)
+        variables = nn.unbox(jax.eval_shape(init, keys, tokens_BT))
+        params = traverse_util.flatten_dict(variables["params"], sep="/")
+        trained = {path: x for path, x in params.items() if path not in frozen}
+        fixed = {path: x for path, x in params.items() if path in frozen}
+        state = {"state": variables["state"]} if "state" in variables else {}
+        arguments = trained, fixed, state, keys, tokens_BT
+        return jaxpr_flops(with_gradients, *arguments) / jaxpr_flops(forward, *arguments)
+
+
 @contextlib.contextmanager
 def _counting():
     token = _COUNTING.set(True)
@@ -128,6 +173,22 @@ def _counting():
 def is_counting():
     """Whether FLOPs are being counted, so that no kernel may hide its products."""
     return _COUNTING.get()
+
+
+def custom_vjp(nondiff_argnums):
+    """Decorator `jax.custom_vjp` that has no effect while FLOPs are counted, in forward mode."""
+
+    def decorate(function):
+        custom = jax.custom_vjp(function, nondiff_argnums=nondiff_argnums)
+
+        @functools.wraps(function)
+        def call(*args):
+            return (function if is_counting() else custom)(*args)
+
+        call.defvjp = custom.defvjp
+        return call
+
+    return decorate
 
 
 def jaxpr_flops(function, *args):

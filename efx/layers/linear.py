@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
+from efx.layers import flops
 from efx.parallel import sharding
 from efx.parallel.sharding import parameter
 
@@ -43,7 +44,7 @@ def dot_float32(vector_D, x_BTD):
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+@flops.custom_vjp(nondiff_argnums=(2,))
 def matmul_float32(x, w, axis):
     """`matmul` with a float32 result of factors of any dtype: bfloat16 logits have only 8 bits.
 
@@ -131,7 +132,7 @@ class Linear(nn.Module):
         return y + broadcast(bias.astype(self.dtype), y.shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@flops.custom_vjp(nondiff_argnums=(2, 3))
 def _lookup(table_VD, tokens_BT, dtype, axes):
     """Rows [B, T, D] of a table with these logical axes, in `dtype`.
 

@@ -226,7 +226,7 @@ class Stack(nn.Module):
                 length=len(self.specs) // size,
                 in_axes=nn.broadcast,
                 variable_axes=dict.fromkeys(_SCANNED, 0),
-                split_rngs={"params": True, "dropout": True},
+                split_rngs={"params": True, "dropout": True, "routing": True},
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )
             x_BTD, _ = scanned(self.specs[:size], self.remat, name="units")(x_BTD, call)

@@ -199,10 +199,7 @@ class Bridged(LanguageModel):
 
     @nn.nowrap
     def ledger(self, length, selection="train", shares=None):
-        """Nominal FLOPs of one sequence, members as in evaluation.
-
-        Training costs less than three times as much: frozen parameters need no gradients.
-        """
+        """Nominal FLOPs of one sequence, members as in evaluation."""
         c, width = self.config, self.anchor_model.config.width
         pairs = flops.causal_pairs(length, c.window)
         parts = [self.anchor_model.ledger(length, "causal").nominal]

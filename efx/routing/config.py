@@ -20,6 +20,11 @@ from efx.routing import controls, selection
 from efx.routing.decisions import DECISIONS, GATES
 
 Decision = Literal[tuple(DECISIONS)]
+# Settings of routers and of their decisions.
+_OF_ROUTER = (
+    *("gate", "router_norm", "causal", "also_train", "predictor_hidden", "threshold_decay"),
+    *("threshold_warmup", "bce_reaches_input"),
+)
 
 
 @block("config.model.depth_routing")
@@ -42,7 +47,7 @@ class DepthRoutingConfig:
     # router.
     capacity: Fraction | tuple[Fraction, ...] = 0.125
     # ((f, c), ...): until the fraction f of the training steps, capacity c, of a recursion 1, c,
-    # c^2...; afterwards, and in evaluation, `capacity`.
+    # c^2...; afterwards `capacity`. Evaluation, sampling and export use that of the checkpoint.
     capacity_stages: tuple[tuple[Number, ...], ...] = ()
     router_norm: Literal["none", "rms"] = "none"  # of the router's input; the paper has none
     # Factor on a block's increment as a function of the score: "identity" in the paper, equation
@@ -51,7 +56,7 @@ class DepthRoutingConfig:
     gate: Literal[tuple(GATES)] = "sigmoid"
     # In training. "threshold": as the causal decision of that name, after `threshold_warmup` steps
     # of top-k. Or a control without router, gate or trained decision, see `controls`.
-    train_selection: Literal[("topk", "threshold", *controls.CONTROLS)] = "topk"
+    train_selection: Literal[(*selection.SELECTIONS, *controls.CONTROLS)] = "topk"
     causal: Decision = "threshold"  # the decision of evaluation and sampling, see `decisions`
     also_train: tuple[Decision, ...] = ()  # further decisions, trained and evaluated beside it
     predictor_hidden: Natural = 0  # 0: width / 2
@@ -76,6 +81,10 @@ class DepthRoutingConfig:
                 "training, capacity), ...) with increasing fractions between 0 and 1 and "
                 "capacities in (0, 1]"
             )
+        if self.capacity_stages and self.kind == "none":
+            self.refuse("capacity_stages", f"needs {self.where}.kind='mod' or 'recursion'")
+        if self.is_control and self.kind != "none":
+            self._check_control()
         if self.target == "mlp" and self.kv_for_skipped:
             raise UsageError(
                 f"{self.where}.kv_for_skipped=True: not with target='mlp', where all tokens pass "
@@ -86,6 +95,18 @@ class DepthRoutingConfig:
                 f"{self.where}.target={self.target!r}: not with kind='recursion', which repeats "
                 "whole blocks; use 'block'"
             )
+
+    def _check_control(self):
+        """Raise UsageError for a setting that has no effect without a router."""
+        names = _OF_ROUTER if self.control.has_causal_limit else (*_OF_ROUTER, "slack")
+        for name in names:
+            default = type(self).__dataclass_fields__[name].default
+            if getattr(self, name) != default:
+                self.refuse(
+                    name,
+                    f"has no effect with train_selection={self.train_selection!r}, a control "
+                    f"without router; leave it at {default!r}",
+                )
 
     def check_depth(self, *depths):
         """Raise UsageError unless these settings suit stacks of these depths."""
@@ -145,6 +166,11 @@ class DepthRoutingConfig:
             )
 
     @functools.cached_property
+    def rule(self):
+        """The `selection.Selection` or `controls.Control` of `train_selection`."""
+        return self.control or selection.SELECTIONS[self.train_selection]
+
+    @functools.cached_property
     def control(self):
         """The `controls.Control` that selects tokens in place of a router, or None."""
         return controls.CONTROLS.get(self.train_selection)
@@ -165,7 +191,7 @@ class DepthRoutingConfig:
         if self.is_control:
             return ()
         names = (self.causal, *self.also_train)
-        if self.train_selection == "threshold":
+        if self.rule.is_causal:
             names += ("threshold",)
         return tuple(dict.fromkeys(names))
 
@@ -216,11 +242,7 @@ class DepthRoutingConfig:
 
     def slots(self, capacity, length, mode):
         """C: tokens of a sequence that a routed block computes at most, in a `Call.selection`."""
-        if self.is_control:
-            is_exact, is_limited = self.control.draw is not None, self.control.has_causal_limit
-        else:
-            is_exact, is_limited = self.train_selection == "topk", True
-        if (is_exact and mode in ("train", "topk")) or not is_limited:
+        if self.rule.is_exact(mode in ("train", "topk")):
             return selection.num_slots(capacity, length)
         return selection.num_causal_slots(self.causal_rate(capacity), length)
 

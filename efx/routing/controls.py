@@ -95,6 +95,10 @@ class Control:
     has_causal_limit: bool = True
     needs_token_places: bool = False
 
+    def is_exact(self, looks_ahead):
+        """As `Selection.is_exact`."""
+        return not self.has_causal_limit or (looks_ahead and self.draw is not None)
+
 
 CONTROLS = {
     "stochastic": Control(stochastic, draw=uniform_numbers),

@@ -113,14 +113,14 @@ class Threshold(Decision):
     def __call__(self, x_BTD, score_BT):
         return score_BT - self.quantile.value
 
-    def update(self, score_BT, valid_BT, real_BT):
-        """Move theta towards the quantile of this batch.
+    def update(self, score_BT, valid_BT, real_BT, largest_BC):
+        """Move theta towards the quantile of this batch; `largest_BC`: see `select_topk`.
 
         Scores drift together, so early averages must be short: of step t the decay is
         min(threshold_decay, 1 - 1 / (1 + 0.03 t)), an average over the last 3% of the steps.
         """
         scores, tokens_B = jax.lax.stop_gradient(score_BT), jnp.sum(real_BT, axis=1)
-        new = selection.topk_threshold(scores, self.capacity, valid_BT, tokens_B)
+        new = selection.topk_threshold(scores, self.capacity, valid_BT, tokens_B, largest_BC)
         decay = jnp.minimum(
             self.config.threshold_decay, 1.0 - 1.0 / (1.0 + 0.03 * self.steps.value)
         )

@@ -10,11 +10,13 @@ looks ahead. Evaluation and sampling use a causal decision (`decisions`) and a c
 attention among them needs no other mask.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 
 from efx.layers import batch_means
 from efx.layers.block import SkipMLP
@@ -115,10 +117,10 @@ class MoDBlock(nn.Module):
             return self._compute_new(start_BTD, x_BTD, gate_BT, selected_BT, call), selected_BT
         slots = c.slots(self.capacity, length, call.selection)
         index_BC = selection.compact(selected_BT, slots)
-        context = (x_BTD, call, index_BC) if c.kv_for_skipped else None
         part, routed = self._part_of(self.block), call.take(index_BC)
-        out_BTD = _add_gated(part, start_BTD, index_BC, x_BTD, gate_BT, routed, context)
-        return out_BTD, selected_BT
+        if c.kv_for_skipped:
+            part = functools.partial(part, context=(x_BTD, call, index_BC))
+        return _add_gated(part, start_BTD, index_BC, x_BTD, gate_BT, routed), selected_BT
 
     def _part_of(self, block):
         """The routed part of the block: all of it, its attention or its MLP."""
@@ -141,8 +143,10 @@ class MoDBlock(nn.Module):
             return jnp.zeros_like(valid_BT)
         if c.is_control:
             return self._select_by_control(valid_BT, real_BT, call)
-        scores, documents = jax.lax.stop_gradient(score_BT), call.segment_ids_BT
-        topk_BT = selection.select_topk(scores, self.capacity, valid_BT, documents)
+        scores, documents, largest_BC = jax.lax.stop_gradient(score_BT), call.segment_ids_BT, None
+        if documents is None:  # else top-k sorts each document, and the threshold the row
+            largest_BC = selection.largest(scores, self.capacity, valid_BT)
+        topk_BT = selection.select_topk(scores, self.capacity, valid_BT, documents, largest_BC)
         admitted = {}
         for name in c.trained_decisions:
             logit_BT = getattr(self, name)(x_BTD, score_BT)
@@ -162,13 +166,16 @@ class MoDBlock(nn.Module):
                 sow_choice(self, "selected", eligible_BT, call)
         if not call.looks_ahead:
             return admitted[decision]
-        selected_BT = topk_BT
-        if call.selection == "train" and c.train_selection == "threshold":
+        selected_BT, rule = topk_BT, c.rule
+        if call.selection == "train" and rule.is_causal:
             is_warm = self.threshold.steps.value >= c.threshold_warmup
             selected_BT = jnp.where(is_warm, admitted["threshold"], topk_BT)
+        elif call.selection == "train" and rule.select is not selection.select_topk:
+            selected_BT = rule.select(scores, self.capacity, valid_BT, documents)
+            selected_BT = checkpoint_name(selected_BT, selection.SELECTION)
         if "threshold" in admitted and self.is_mutable_collection("state"):
             if not self.is_initializing():
-                self.threshold.update(score_BT, valid_BT, real_BT)
+                self.threshold.update(score_BT, valid_BT, real_BT, largest_BC)
         return selected_BT
 
     def _select_by_control(self, valid_BT, real_BT, call):
@@ -252,7 +259,7 @@ class MoDBlock(nn.Module):
                 return _add_masked(part, out_B1D, x_BTD, gate_BT, masked)
             out_1BD, x_1BD, gate_1B = (jnp.swapaxes(y, 0, 1) for y in (out_B1D, x_BTD, gate_BT))
             out_1BD = _add_gated(
-                lambda x_1CD, call, _: jnp.swapaxes(part(jnp.swapaxes(x_1CD, 0, 1), call), 0, 1),
+                lambda x_1CD, call: jnp.swapaxes(part(jnp.swapaxes(x_1CD, 0, 1), call), 0, 1),
                 out_1BD, index_1C, x_1BD, gate_1B, inner.take_rows(index_1C[0]),
             )  # fmt: skip
             return jnp.swapaxes(out_1BD, 0, 1)
@@ -277,9 +284,9 @@ class MoDBlock(nn.Module):
         return call if self.shared is not None else call.with_cache(access="read")
 
 
-def _add_gated(part, out_BTD, index_BC, x_BTD, gate_BT, call, context=None):
+def _add_gated(part, out_BTD, index_BC, x_BTD, gate_BT, call):
     """Scatter-add gate * part(x) of the tokens at `index`, rounded to the dtype of part(x)."""
-    delta_BCD = part(selection.take(x_BTD, index_BC), call, context)
+    delta_BCD = part(selection.take(x_BTD, index_BC), call)
     gated_BCD = selection.weighted(delta_BCD, selection.take(gate_BT, index_BC))
     return selection.add(out_BTD, index_BC, gated_BCD.astype(delta_BCD.dtype))
 

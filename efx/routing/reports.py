@@ -69,14 +69,16 @@ def _routed_rows(model, length, prefix, means):
         overflow = means[f"{prefix}/overflow_fraction{tail}"]
         rows[f"eval/{prefix}/routed_fraction{tail}"] = means[key + tail] - overflow
         rows[f"eval/{prefix}/overflow_fraction{tail}"] = overflow
-    measured = {}
+    measured, capacities = {}, []
     for path, spec in model.blocks().items():
         if spec.routing is not None:
+            capacities.append(spec.capacity)
             routed = rows[f"eval/{prefix}/routed_fraction/{label(path)}"]
             measured[path] = (routed, means[f"{prefix}/pairs_fraction/{label(path)}"])
     fractions = [tokens for tokens, _ in measured.values()]
     rows[f"eval/{prefix}/routed_fraction_min"] = min(fractions)
     rows[f"eval/{prefix}/routed_fraction_max"] = max(fractions)
+    rows[f"eval/{prefix}/capacity"] = sum(capacities) / len(capacities)
     ledger = _with_measured_experts(model, means).ledger(length, shares=measured)
     return rows | {f"eval/{prefix}/flops_per_token": ledger.nominal_per_token}
 
@@ -87,6 +89,7 @@ DEPTH = Report(
         "router/routed_fraction": ", routed {:.1%}",
         "router/routed_fraction_min": " (by block {:.1%}",
         "router/routed_fraction_max": " to {:.1%})",
+        "router/capacity": " of capacity {:.1%}",
     },
     rows=_depth_rows,
     selections=_depth_selections,

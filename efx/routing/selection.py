@@ -6,7 +6,9 @@ distinct out-of-range positions: gathers fill them, scatters drop them, and the 
 are unique (GPUs add duplicates in any order).
 """
 
+import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -52,32 +54,43 @@ def causal_limit(xp, rate, count):
 # ---- which tokens ------------------------------------------------------------------------------
 
 
-def select_topk(scores_BT, rate, valid_BT, segment_ids_BT=None):
+def select_topk(scores_BT, rate, valid_BT, segment_ids_BT=None, largest_BC=None):
     """Mask of the ceil(rate * T) largest scores of each row. Looks ahead: not causal.
 
     Ties go to the earlier token. Only valid tokens are selected. In a packed row each document has
     slots in proportion to its length.
+
+    Args:
+      largest_BC: the result of `largest`, which costs a sort; None: computed here.
     """
     if segment_ids_BT is not None:
         return _select_topk_per_document(scores_BT, rate, valid_BT, segment_ids_BT)
+    if largest_BC is None:
+        largest_BC = largest(scores_BT, rate, valid_BT)
     slots = num_slots(rate, scores_BT.shape[1])
     scores_BT = jnp.where(valid_BT, scores_BT, -jnp.inf)
-    kth_B1 = largest(scores_BT, slots)[:, -1:]
+    kth_B1 = largest_BC[:, slots - 1 : slots]
     above_BT, tied_BT = scores_BT > kth_B1, scores_BT == kth_B1
     free_B1 = slots - jnp.sum(above_BT, axis=1, keepdims=True)
     selected_BT = above_BT | (tied_BT & (jnp.cumsum(tied_BT, axis=1) <= free_B1))
     return checkpoint_name(selected_BT & valid_BT, SELECTION)
 
 
-def largest(scores_BT, count):
-    """The `count` largest scores of each row, descending."""
+def largest(scores_BT, rate, valid_BT):
+    """The C largest scores of valid tokens of each row and the next one, descending.
+
+    [B, C + 1], C of `num_slots`; without a next one if C = T.
+    """
+    length = scores_BT.shape[1]
+    count = min(num_slots(rate, length) + 1, length)
+    scores_BT = jnp.where(valid_BT, scores_BT, -jnp.inf)
     if sharding.ways("batch") == 1:
         return jax.lax.top_k(scores_BT, count)[0]
     # For `jax.lax.top_k` a mesh that splits the rows would gather all of them on each device.
     return jnp.sort(scores_BT, axis=1, descending=True)[:, :count]
 
 
-def topk_threshold(scores_BT, rate, valid_BT, tokens_B):
+def topk_threshold(scores_BT, rate, valid_BT, tokens_B, largest_BC=None):
     """Score threshold that selects about k = ceil(rate * n) of the n tokens of a row.
 
     The mean over rows, weighted by n, of the midpoint between the k-th largest score and the next.
@@ -85,11 +98,13 @@ def topk_threshold(scores_BT, rate, valid_BT, tokens_B):
 
     Args:
       tokens_B: n, tokens of each row without padding.
+      largest_BC: as in `select_topk`.
     """
     slots = num_slots(rate, scores_BT.shape[1])
     if slots == scores_BT.shape[1]:
         return jnp.min(scores_BT) - 1.0
-    largest_BC = largest(jnp.where(valid_BT, scores_BT, -jnp.inf), slots + 1)
+    if largest_BC is None:
+        largest_BC = largest(scores_BT, rate, valid_BT)
     k_B1 = jnp.clip(causal_limit(jnp, rate, tokens_B).astype(jnp.int32), 1, slots)[:, None]
     kth_B = jnp.take_along_axis(largest_BC, k_B1 - 1, axis=1)[:, 0]
     next_B = jnp.take_along_axis(largest_BC, k_B1, axis=1)[:, 0]
@@ -118,6 +133,31 @@ def _select_topk_per_document(scores_BT, rate, valid_BT, segment_ids_BT):
     slots = jnp.minimum(jnp.asarray(slots), length)
     quota_BT = slots[stop_BT] - slots[start_BT]
     return checkpoint_name(valid_BT & (rank_BT - start_BT < quota_BT), SELECTION)
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """How training selects tokens by the scores of a router: a value of `train_selection`.
+
+    Attributes:
+      select: (scores [B, T], rate, valid [B, T], segment ids or None) -> bool [B, T], at most
+        `num_slots` valid tokens of a row.
+      is_causal: the causal decision "threshold" selects, after `threshold_warmup` steps of top-k.
+    """
+
+    select: Callable = select_topk
+    is_causal: bool = False
+
+    def is_exact(self, looks_ahead):
+        """Whether at most `num_slots` tokens of a row are selected; else the causal limit holds.
+
+        Args:
+          looks_ahead: see `Call.looks_ahead`.
+        """
+        return looks_ahead and not self.is_causal
+
+
+SELECTIONS = {"topk": Selection(), "threshold": Selection(is_causal=True)}
 
 
 def document_starts(segment_ids_BT):

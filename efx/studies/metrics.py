@@ -11,7 +11,7 @@ from efx.errors import UsageError
 from efx.logging import read_metrics
 
 # Columns that count from 0 on: an evaluation's row lies between the training rows around it.
-COUNTED = ("tokens", "flops", "flops_realised", "seconds")
+COUNTED = ("tokens", "epochs", "flops", "flops_realised", "seconds")
 LOSSES = ("eval/loss", "eval/bits_per_byte", "train/loss")
 # Settings that do not decide the result.
 _IGNORED = ("log.", "checkpoint.", "sample.", "evaluate.", "mesh.", "rules.")

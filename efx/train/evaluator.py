@@ -1,7 +1,6 @@
 """Held-out loss, in nats and in bits per byte, for each selection of routed tokens."""
 
 import dataclasses
-import itertools
 
 import jax
 import numpy as np
@@ -11,7 +10,6 @@ from efx.layers.learned_dropout import MASKS
 from efx.logging import portion
 from efx.models.adapters import ADAPTERS
 from efx.parallel import sharding
-from efx.routing.calibrate import calibrate
 from efx.routing.reports import DEPTH, EXPERTS
 from efx.train import losses, memory
 from efx.train.selection_changes import Changes
@@ -91,7 +89,6 @@ class Evaluator:
         )
         self._length, self._seed = config.data.seq_len, np.uint32(config.seed)
         self._placement = sharding.Placement(mesh, rules, rows)
-        self._train_placement = sharding.Placement(mesh, rules, config.data.batch_size)
         self._steps = steps(model, config, mesh, rules)
         self._by_layer = jax.jit(lambda stats: by_layer(stats, model))
         compared = filter(None, (report.compared(model) for report in REPORTS))
@@ -101,8 +98,6 @@ class Evaluator:
         """{"eval/loss": nats per token, "eval/bits_per_byte": ..., ...} as Python floats."""
         advice = f"lower config.evaluate.batch_size={self._config.batch_size}"
         with memory.exhaustion_as_usage_error("evaluation", advice):
-            if self._config.calibrate:
-                variables = calibrate(self._model, params, variables, self._train_batches())
             means = {
                 selection: self._run(step, params, variables, self._batches(self._placement.rows))
                 for selection, step in self._steps.items()
@@ -160,11 +155,6 @@ class Evaluator:
                 f"{where}: not a loss of this model's evaluation{nearest(name, known)}; use one of "
                 f"{', '.join(known)}"
             )
-
-    def _train_batches(self):
-        """The first `config.evaluate.calibrate` batches of training."""
-        batches = self._data.train_iterator(rows=self._train_placement.rows)
-        return map(self._train_placement, itertools.islice(batches, self._config.calibrate))
 
     def _batches(self, rows):
         return self._data.eval_batches(self._config.batch_size, self._config.max_batches, rows)

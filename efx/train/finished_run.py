@@ -8,6 +8,7 @@ import jax
 from efx import run_dir
 from efx.checkpoint.init_from import changed_settings
 from efx.config.load import to_config
+from efx.errors import UsageError
 from efx.logging import quantity
 from efx.models.config import SAME_MODEL
 from efx.parallel import sharding
@@ -29,8 +30,12 @@ def evaluate(config, workdir, step=None):
     """
     config = to_config(config)
     check_tokenizer(config, "--workdir", workdir)
-    splits = ("train", "eval") if config.evaluate.calibrate else ("eval",)
-    e, step, params, variables = finished(config, workdir, step, splits)
+    if changed_settings(workdir, config, r"evaluate\.calibrate") and config.evaluate.calibrate:
+        raise UsageError(
+            f"config.evaluate.calibrate={config.evaluate.calibrate}: --mode=evaluate scores the "
+            "thresholds of the checkpoint; set it for training or for --mode=export"
+        )
+    e, step, params, variables = finished(config, workdir, step, ("eval",))
     with sharding.use(e.mesh, e.rules):
         metrics = Evaluator(e.model, e.config, e.data, e.mesh, e.rules)(params, variables)
     if jax.process_index() == 0:

@@ -121,6 +121,8 @@ class RunLog:
             "tokens_per_second": steps_per_second * e.tokens_per_step,
             "flops_per_second": steps_per_second * (flops - self.flops(step - 1)),
         }
+        if not e.data.grows:
+            row["epochs"] = e.data.epochs(step)
         if self.peak:
             row["mfu"] = row["flops_per_second"] / self.peak
         if e.teacher is not None:
@@ -165,18 +167,22 @@ class RunLog:
         """Print the sizes of the run."""
         e, data, devices = self.experiment, self.experiment.data, jax.device_count()
         heading = f"resuming {workdir} at step {step}" if step else str(workdir)
-        text = "training tokens (still tokenising)"
+        text, epochs = "training tokens (still tokenising)", ""
         if not data.grows:
             text = quantity(data.train_tokens, "training tokens")
+            epochs = f" ({quantity(data.epochs(e.steps), 'epochs')})"
         teacher = ""
         if e.teacher is not None:
             flops = quantity(e.teacher_flops(), "FLOPs")
             teacher = f" (including {flops} for the teacher, {e.config.train.teacher})"
         self.progress.println(
             f"{heading}: {quantity(self._parameters, 'parameters')}, {text}, {e.steps} steps of "
-            f"{e.tokens_per_step} tokens, {quantity(e.flops(e.steps) / e.steps, 'FLOPs')} a step"
-            f"{teacher}, {devices} {jax.devices()[0].device_kind} device{'s' * (devices > 1)}"
+            f"{e.tokens_per_step} tokens{epochs}, "
+            f"{quantity(e.flops(e.steps) / e.steps, 'FLOPs')} a step{teacher}, "
+            f"{devices} {jax.devices()[0].device_kind} device{'s' * (devices > 1)}"
         )
+        for line in data.remarks():
+            self.progress.println(line)
         # The held-out split was made from an earlier version of the text.
         if data.origin["of"] != data.origin["source"]:
             self.progress.println(f"held out: {data.describe_held_out()}")

@@ -87,7 +87,7 @@ class Experiment(Setup):
                 total += steps * stage.ledger.train_flops(self.tokens_per_step)
             elif steps:
                 forward = flops.executed(stage.model, c.seq_len, c.batch_size // micro_batches)
-                total += steps * flops.TRAIN_FACTOR * micro_batches * forward
+                total += steps * stage.ledger.train_factor * micro_batches * forward
         return total
 
     def teacher_flops(self, nominal=True):
@@ -271,8 +271,8 @@ def without_text(config, vocab_size, devices=None):
         model.check_packing()
     _check_batch(config, mesh, rules)
     teacher = _teacher(config, vocab_size=vocab_size, devices=devices)
-    parts = _capacity_stages(model, config.data.seq_len)
-    steps, stages = config.steps or 1000, tuple(Stage(0, *stage) for _, *stage in parts)
+    steps = config.steps or 1000
+    stages = tuple(Stage(0, *stage) for _, *stage in _parts(config, model))
     return Experiment(config, None, model, mesh, rules, None, steps, stages, teacher)
 
 
@@ -460,7 +460,7 @@ def read_teacher(experiment, step=None):
 
 def _steps_and_stages(config, model, teacher):
     """(number of steps, stages) of a run."""
-    parts = _capacity_stages(model, config.data.seq_len)
+    parts = _parts(config, model)
     steps = _total_steps(config, parts, teacher)
     if config.log.profile_at >= steps:
         raise UsageError(
@@ -470,14 +470,39 @@ def _steps_and_stages(config, model, teacher):
     return steps, tuple(Stage(round(start * steps), *stage) for start, *stage in parts)
 
 
-def _capacity_stages(model, length):
-    """[(first fraction of the training, model, ledger)] of `depth_routing.capacity_stages`."""
-    routing, start, parts = model.config.depth_routing, 0.0, []
-    for end, capacity in routing.capacity_stages:
-        staged = models.changed(model, **{"depth_routing.capacity": capacity})
-        parts.append((start, staged, staged.ledger(length)))
-        start = end
-    return [*parts, (start, model, model.ledger(length))]
+def _parts(config, model):
+    """[(first fraction of the training, model, ledger)] of the stages of a run."""
+    return [(start, m, _ledger(config, m)) for start, m in _capacity_stages(model)]
+
+
+def _ledger(config, model):
+    """The ledger of a training sequence."""
+    c, ledger = config.data, model.ledger(config.data.seq_len)
+    if not config.optim.frozen:
+        return ledger
+    groups = optim.parameter_groups(config.optim, models.unboxed_shapes(model)["params"])
+    frozen = frozenset(path for path, group in groups.items() if group.frozen)
+    rows = c.batch_size // config.train.accumulation
+    return dataclasses.replace(
+        ledger, train_factor=flops.train_factor(model, c.seq_len, rows, frozen)
+    )
+
+
+def _capacity_stages(model):
+    """[(first fraction of the training, model)] of `depth_routing.capacity_stages`."""
+    stages = model.config.depth_routing.capacity_stages
+    staged = [models.changed(model, **{"depth_routing.capacity": c}) for _, c in stages]
+    return list(zip([0.0, *(end for end, _ in stages)], [*staged, model], strict=True))
+
+
+def _model_at(model, step, steps):
+    """The model of the stage that trained `step`, of the first stage for step 0.
+
+    Args:
+      steps: those of the run; 0 if unknown: the last stage.
+    """
+    started = [m for start, m in _capacity_stages(model) if not step or round(start * steps) < step]
+    return started[-1 if step else 0]
 
 
 def _total_steps(config, parts, teacher=None):
@@ -564,6 +589,8 @@ def _check_batch(config, mesh, rules):
 def finished(config, workdir, step=None, splits=()):
     """(Experiment or Setup, step, parameters for evaluation, variables) of a run's checkpoint.
 
+    The model is that of the stage of capacity that trained the checkpoint.
+
     Args:
       config: ConfigDict or `Config`. step: of the checkpoint; None: the newest.
       splits: those of the data to load, see `efx.data.load`; without any only the model is built.
@@ -588,7 +615,8 @@ def finished(config, workdir, step=None, splits=()):
             vocab_size=built.model.vocab_size,
             whole=with_optimizer,
         )
-    state = restored.state
+    model = _model_at(built.model, restored.step, restored.meta.get("last_step", 0))
+    state, built = restored.state, dataclasses.replace(built, model=model)
     params = optim.eval_params(config.optim.name, state.opt_state, state.params)
     return built, restored.step, params, state.variables
 

@@ -7,6 +7,7 @@ samples are missing makes these before it trains.
 
 import contextlib
 import functools
+import itertools
 import math
 import time
 
@@ -23,6 +24,7 @@ from efx.logging import Progress
 from efx.logging.writer import samples_path
 from efx.parallel import multihost, sharding
 from efx.parallel.signals import Interrupted, StopSignals
+from efx.routing.calibrate import calibrate
 from efx.sampling import TextSampler
 from efx.train import memory, messages, optim, setup
 from efx.train.evaluator import Evaluator, describe
@@ -92,18 +94,25 @@ class Trainer:
         if advice := self.training.advice():
             warn(advice)
         self.files.check_text(self.experiment.data)
-        e, c = self.experiment, config.sample
+        e = self.experiment
         self.placement = sharding.Placement(e.mesh, e.rules, config.data.batch_size)
-        self.sampler = None
-        if c.every:
-            self.sampler = TextSampler(
-                e.model, e.tokenizer, c, batch_size=c.num_samples, rules=e.rules
-            )
+        self.model = e.model  # of `evaluator` and `sampler`
+        self.sampler = self._make_sampler()
         self.teacher, self.teacher_origin = self._read_teacher()
         self.seed = jax.device_put(np.uint32(config.seed), sharding.replicated(e.mesh))
         self.step, self.log = 0, RunLog(e, self.training.shapes.params)
         self.scores = {}  # {step: checkpoint.best_metric}
         self.attention = []  # kernels of the compiled steps, as run.json records them
+
+    def _make_sampler(self):
+        e, c = self.experiment, self.config.sample
+        if not c.every:
+            return None
+        return TextSampler(self.model, e.tokenizer, c, batch_size=c.num_samples, rules=e.rules)
+
+    def _make_evaluator(self):
+        e = self.experiment
+        return Evaluator(self.model, e.config, e.data, e.mesh, e.rules)
 
     def _read_teacher(self):
         """(variables, origin) of the teacher, (None, None) without one.
@@ -147,7 +156,7 @@ class Trainer:
             Progress(e.steps, peak_flops_per_second=self.log.peak) as self.log.progress,
         ):
             self.println = self.log.progress.println
-            self.evaluator = Evaluator(e.model, c, e.data, e.mesh, e.rules)
+            self.evaluator = self._make_evaluator()
             if c.checkpoint.keep_best:
                 shapes = self.training.shapes
                 metric = c.checkpoint.best_metric
@@ -215,6 +224,7 @@ class Trainer:
     def _compose(self):
         """Save and evaluate step 0, unless an earlier launch has; returns the row of metrics."""
         if self.checkpoints.latest_step() is None:
+            self._calibrate()
             self._save()
         if "eval/loss" not in self.log.last_row:
             self._evaluate_and_sample(["evaluate"])
@@ -260,6 +270,8 @@ class Trainer:
             if due := due_at(self.config, self.step, e.steps):
                 self._collect_metrics(wait=True)
                 with self.log.watch.paused():
+                    if self.step == e.steps:
+                        self._calibrate()
                     if "checkpoint" in due:
                         self._save()
                     self._evaluate_and_sample(due)
@@ -321,9 +333,29 @@ class Trainer:
         meta |= {"record": self.files.record, "last_step": self.experiment.steps}
         self.checkpoints.save(self.step, self.state, self.position, meta)
 
+    def _use_stage(self):
+        """Evaluate and sample with the model of the stage that trained the last step: the
+        thresholds belong to its capacity."""
+        model = self.experiment.stage(max(0, self.step - 1)).model
+        if model is not self.model:
+            self.model = model
+            self.evaluator, self.sampler = self._make_evaluator(), self._make_sampler()
+
+    def _calibrate(self):
+        """Set the thresholds in the state from `config.evaluate.calibrate` training batches."""
+        count, state = self.config.evaluate.calibrate, self.state
+        if not count:
+            return
+        self._use_stage()
+        rows = self.experiment.data.train_iterator(rows=self.placement.rows)
+        batches = map(self.placement, itertools.islice(rows, count))
+        variables = calibrate(self.model, state.params, state.variables, batches)
+        self.state = state.replace(variables=variables)
+
     def _evaluate_and_sample(self, due):
         if not {"evaluate", "sample"} & set(due):
             return
+        self._use_stage()
         params = optim.eval_params(self.config.optim.name, self.state.opt_state, self.state.params)
         if "evaluate" in due:
             metrics = self._interruptible(lambda: self.evaluator(params, self.state.variables))

@@ -10,9 +10,9 @@ pytest.importorskip("sklearn", reason="scikit-learn is not installed (extra stud
 pytest.importorskip("k_means_constrained", reason="not installed (extra studies)")
 
 from efx import main
-from efx.composition import CLUSTERS, documents_file
+from efx.composition import CLUSTERS, cluster, documents_file
 from efx.composition import clustering as lib
-from efx.config.run import ClusterConfig
+from efx.config.run import ClusterConfig, DataConfig
 from efx.data.subset import Subset
 
 TOPICS = {
@@ -132,6 +132,18 @@ def command(root, source, workdir, **changes):
 
 def contents(workdir):
     return {path.name: path.read_bytes() for path in (workdir / CLUSTERS).iterdir()}
+
+
+def test_a_document_that_held_out_text_is_cut_out_of_is_clustered(tmp_path):
+    text = "".join(f"line {i}\n" for i in range(40))
+    for name, content in (("all", text), ("part", text[100:200])):
+        (tmp_path / f"{name}.txt").write_text(content)
+    sources = {"source": f"text:{tmp_path}/all.txt", "eval_source": f"text:{tmp_path}/part.txt"}
+    train, heldout, _ = cluster.split_documents(
+        DataConfig(**sources, cache_dir=str(tmp_path / "cache"))
+    )
+    assert [document.text for document in train] == [text[:100], text[200:]]
+    assert [document.text for document in heldout] == [text[100:200]]
 
 
 def test_the_command_writes_the_same_clusters_again_and_keeps_them(root, source, tmp_path, capsys):

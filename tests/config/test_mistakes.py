@@ -91,6 +91,10 @@ NEW_RUNS = [
     ("block after the last", "model.depth_routing.blocks=(1,4)", "blocks=(1, 4)", "0 and 1"),
     ("too many capacities", "model.depth_routing.capacity=(0.5,0.2)", "capacity=(0.5, 0.2)", "one"),
     ("stage at the end", "model.depth_routing.capacity_stages=((1.0,0.5),)", "stages=", "0 and 1"),
+    ("stages without routing", "model.depth_routing.kind=none"
+     " model.depth_routing.capacity_stages=((0.5,1.0),)", "capacity_stages=", "kind='mod'"),
+    ("gate of a control", "model.depth_routing.train_selection=position"
+     " model.depth_routing.gate=tanh", "depth_routing.gate='tanh'", "'position'", "'sigmoid'"),
     ("recursion of 2 blocks", "model.depth_routing.kind=recursion", "model.depth=2", "at least 3"),
     ("recursion that grows", RECURSION + "model.depth_routing.capacity=(0.3,0.5)",
      "config.model.depth_routing.capacity=(0.3, 0.5)", "none larger"),

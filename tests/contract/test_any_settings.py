@@ -69,6 +69,10 @@ def routing(draw, depth, recursion, by_type=True, further=0):
         predictor_hidden=[0, 5], slack=[1.0, 1.3, 2.0],
         kv_for_skipped=[False, True], skip_mlp=[0, 8],
     )  # fmt: skip
+    if changes["depth_routing.train_selection"] in controls:  # without router and decisions
+        unused = ["gate", "causal", "also_train", "predictor_hidden"]
+        unused += ["slack"] * (changes["depth_routing.train_selection"] == "position")
+        changes = {k: v for k, v in changes.items() if k.rpartition(".")[2] not in unused}
     if kind == "mod":
         if draw(st.booleans()):
             every = changes["depth_routing.every"] = draw(one_in(depth))

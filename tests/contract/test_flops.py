@@ -3,17 +3,22 @@
 import functools
 import itertools
 import math
+import re
 from types import SimpleNamespace
 
 import families
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen as nn
+from flax import traverse_util
 
 from efx import models
 from efx.layers import flops, kernels
 from efx.parallel import sharding
+from efx.routing import parameters
+from efx.train import optim, step
 
 # ---- counting ----------------------------------------------------------------------------------
 
@@ -242,8 +247,12 @@ WIDE = {
 
 @functools.cache
 def wide(name):
+    return wide_model(WIDE[name])
+
+
+def wide_model(changes):
     """A model so wide that its products outweigh the rest; nothing of it is ever computed."""
-    changes = {
+    large = {
         "width": 768,
         "attention.num_heads": 8,
         "depth": 2,
@@ -251,7 +260,7 @@ def wide(name):
         "vocab_multiple": 1,
         "mlp.multiple_of": 64,
     }
-    return families.make({**changes, **WIDE[name]}, vocab_size=512, context=128)
+    return families.make({**large, **changes}, vocab_size=512, context=128)
 
 
 @pytest.mark.parametrize(
@@ -275,6 +284,76 @@ def test_executed_is_what_the_compiler_counts(name, training):
     compiled = families.jit(step).lower(abstract_params(model), tokens).compile()
     traced = flops.executed(model, length, batch) * (flops.TRAIN_FACTOR if training else 1)
     assert compiled.cost_analysis()["flops"] == pytest.approx(traced, rel=0.02)
+
+
+# ---- frozen parameters -------------------------------------------------------------------------
+
+
+def frozen_but(model, pattern):
+    """Paths of the parameters that a pattern does not match."""
+    paths = traverse_util.flatten_dict(abstract_params(model), sep="/")
+    return frozenset(path for path in paths if not re.fullmatch(pattern, path))
+
+
+def test_frozen_parameters_cost_the_gradients_that_are_computed():
+    """By hand: gradients of activations reach down to the lowest trained parameter."""
+    model = families.make({**EXACT, "mlp.hidden": 48})
+    parts = model.ledger(16).nominal
+    whole, scores, head = sum(parts.values()), parts["attention_scores"], parts["head"]
+    down = 2 * 16 * 48 * 32  # of one block
+    mlp, out = 3 * down, 2 * 16 * 32 * 32
+
+    def cost(pattern):
+        factor = flops.train_factor(model, 16, frozen=frozen_but(model, pattern))
+        return factor * flops.executed(model, 16)
+
+    expected = {
+        ".*": 3 * whole,
+        ".*norm.*": 2 * whole + scores,  # no gradient of a matrix
+        "embed/embedding": 2 * whole + scores,
+        "head/kernel": whole + head,
+        "norm_final/scale": whole + head,
+        "layers/block_1/mlp/down/kernel": whole + down + head,
+        # Two gradients of the scores' second product are of values and one of probabilities.
+        "layers/block_1/attention/value/kernel": whole + 2 * out + scores / 4 + mlp + head,
+    }
+    assert {pattern: cost(pattern) for pattern in expected} == pytest.approx(expected)
+    # A scan computes the same gradients for all layers.
+    model = models.changed(model, scan_layers=True, remat="dots")
+    assert cost("layers/units/block_0/mlp/.*") == pytest.approx(2 * whole + scores + parts["mlp"])
+
+
+# Of a model that is given by the changes of `wide`: what is trained of it.
+TRAINED = {
+    "routers": ({**WIDE["mod"], "depth": 4}, parameters.params_pattern()),
+    "predictor": (
+        {**WIDE["mod"], "depth_routing.causal": "predictor"},
+        parameters.params_pattern("predictor"),
+    ),
+    "adapters": ({"adapter.kind": "lora", "adapter.rank": 64}, ".*/adapter/.*"),
+    "a block": ({"depth": 3, **WIDE["gpt2"]}, "layers/block_1/.*"),
+}
+
+
+@pytest.mark.parametrize("name", families.rows(TRAINED, {"a block", "predictor"}))
+def test_the_cost_of_frozen_parameters_is_what_the_compiler_counts(name):
+    """Of the whole training step, within 3%."""
+    changes, trained = TRAINED[name]
+    model, batch, length = wide_model(changes), 2, 128
+    config = families.small_config({})
+    config.optim.frozen = f"(?!(?:{trained})$).*"
+    params = abstract_params(model)
+    optimizer, schedule = optim.make_optimizer(config.optim, 9, params)
+    train_step = step.make_train_step(model, optimizer, schedule, config, total_steps=9)
+    variables = {"params": params, **jax.eval_shape(lambda: families.random_state(model))}
+    state = jax.eval_shape(lambda variables: step.state_of(variables, optimizer), variables)
+    tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    rows = {"inputs": tokens, "targets": tokens, "weights": tokens.update(dtype=jnp.float32)}
+    compiled = families.jit(train_step).lower(state, rows, np.uint32(0)).compile()
+    factor = flops.train_factor(model, length, batch, frozen_but(model, trained))
+    expected = factor * flops.executed(model, length, batch)
+    assert factor < 2.9
+    assert compiled.cost_analysis()["flops"] == pytest.approx(expected, rel=0.03)
 
 
 # ---- parameters --------------------------------------------------------------------------------

@@ -195,6 +195,41 @@ def test_repeated_rows_repeat_random_held_out_tokens(seq_len, packing, tmp_path)
             same(part[name], {key: value[[1, 3]] for key, value in batch.items()})
 
 
+def test_one_line_for_each_limit_of_the_text(tmp_path):
+    text = "".join(f"line {i}\n" for i in range(12_000))
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "b.txt").write_text("abc abd\n" * 20_000)
+    write_token_shards(tmp_path / "t", tokenizers.ByteTokenizer(), [text])
+    for source, changes, names in (
+        ("text:{}/a.txt", {}, []),
+        ("text:{}/a.txt", {"max_bytes": len(text)}, []),
+        ("text:{}/a.txt", {"max_bytes": 90_000}, [["max_bytes=90000", "90,000"]]),
+        ("tokens:{}/t", {"max_bytes": 2 * len(text) + 2}, []),
+        ("tokens:{}/t", {"max_bytes": 90_000}, [["max_bytes=90000", "90,000"]]),
+        ("mix:stdlib,text:{}/a.txt", {"max_bytes": 90_000}, [["max_bytes=90000", "90,000"]]),
+        ("mix:text:{0}/a.txt,text:{0}/b.txt", {"max_bytes": 165_000}, []),
+        ("text:{}/a.txt", {"eval_fraction": 0.01}, [["1,209", "eval_fraction"]]),
+        ("text:{}/a.txt", {"tokenizer": "bpe:300"}, []),
+        ("text:{}/b.txt", {"tokenizer": "bpe:400"}, [["'bpe:400'", "ids"]]),
+    ):
+        split = "documents" if source.startswith("mix") else "tail"
+        config = make_config(source.format(tmp_path), tmp_path, split=split, **changes)
+        remarks = open_data(config).remarks()
+        assert len(remarks) == len(names), remarks
+        for remark, parts in zip(remarks, names, strict=True):
+            assert "\n" not in remark and all(part in remark for part in parts), remark
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_epoch_reads_the_text_once(order, folder, tmp_path):
+    config = make_config(f"text:{folder}", tmp_path, split="documents", **order)
+    data = open_data(config)
+    tokens = sum(batch["weights"].sum() for batch in take(data.train_iterator(), 100))
+    scored = data.scored_tokens("train") if config.packing else data.train_tokens
+    assert data.epochs(100) == pytest.approx(tokens / scored, rel=0.05)
+    assert data.epochs(50) == data.epochs(100) / 2
+
+
 def test_a_row_has_to_fit_into_each_split(letters, tmp_path):
     config = make_config(f"text:{letters}", tmp_path, seq_len=99)
     assert next(open_data(config).train_iterator())["inputs"].shape == (4, 99)
@@ -274,7 +309,7 @@ def test_rows_are_well_filled_and_their_order_depends_on_the_seed(tmp_path):
     rng = np.random.default_rng(0)
     documents = [np.full(length, 7) for length in rng.integers(2, 300, 2000)]
     tokenizer = tokenizers.ByteTokenizer()
-    write_token_shards(tmp_path / "t", tokenizer, documents, documents)
+    write_token_shards(tmp_path / "t", tokenizer, documents, documents[::-1])
     changes = dict(packing=True, seq_len=128, batch_size=40)
     config = make_config(f"tokens:{tmp_path}/t", tmp_path, **changes)
     data, other = open_data(config, seed=0), open_data(config, seed=1)

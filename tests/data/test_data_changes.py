@@ -1,6 +1,7 @@
 """A text that changes between launches of a run, and held-out text of its own."""
 
 import gzip
+import itertools
 import json
 import logging
 
@@ -12,7 +13,6 @@ from data_helpers import (
     memory_source,
     open_data,
     refuse_data,
-    split_sizes,
     text_of,
     write_folder,
     write_letters,
@@ -135,7 +135,11 @@ def test_a_split_is_kept_over_any_growth(old, new, how, fraction):
     before, after = sides(old), sides(old + new)
     if how == "tail":
         assert b"".join(after["eval"]) == b"".join(before["eval"])
-        assert b"".join(after["train"]) == b"".join(before["train"] + new)
+        start = len(b"".join(old)) - len(b"".join(before["eval"]))
+        ends = itertools.accumulate(map(len, old))
+        heldout = {text for text, end in zip(old, ends, strict=True) if end > start}
+        added = [text for text in new if text not in heldout]
+        assert b"".join(after["train"]) == b"".join(before["train"] + added)
     else:
         assert set(after["eval"]) == set(before["eval"])
         assert not set(after["train"]) & set(before["eval"])
@@ -185,10 +189,41 @@ def test_documents_of_the_held_out_text_are_not_trained_on(tmp_path, caplog):
     config = make_config(f"text:{folder}", tmp_path, eval_source=f"text:{folder}/sub/08.txt")
     with caplog.at_level(logging.INFO, logger="efx"):
         data = open_data(config)
-    assert data.eval_tokens == 47 and "2 documents" in caplog.text  # and its copy
-    assert "i" not in text_of(data, "train")
+    assert data.eval_tokens == 47 and config.eval_source in caplog.text
+    assert "i" not in text_of(data, "train")  # it has a copy, too
     config.source = config.eval_source
     refuse_data(config, "training split", "no tokens")
+
+
+@pytest.mark.parametrize("split", ["tail", "documents"])
+def test_copies_of_held_out_documents_are_not_trained_on(split, tmp_path):
+    """With split=tail also those of the document in which the tail begins."""
+    documents = [words(f"{i:02d}", 5) for i in range(12)]
+    for copies in ([8, 11], [0, 5]):
+        write(tmp_path / "a.jsonl.gz", [documents[i] for i in copies] + documents)
+        config = make_config(f"jsonl:{tmp_path}/a.jsonl.gz", tmp_path, split=split, **ROWS)
+        data = open_data(config)
+        trained, heldout = lines(data, "train"), lines(data, "eval")
+        assert heldout and not trained & heldout
+        # Nothing else is left out, but for the lines that a split cuts.
+        assert len(trained | heldout) >= 5 * len(documents) - 3
+    write(tmp_path / "a.jsonl.gz", [words("old", 5)] * 8)
+    if split == "tail":
+        refuse_data(config, "training split", "no tokens")
+
+
+@pytest.mark.parametrize("part", [slice(0, 300), slice(150, 400), slice(400, None)])
+def test_a_held_out_file_is_cut_out_of_a_longer_training_file(part, tmp_path):
+    text = words("a", 60)
+    (tmp_path / "all.txt").write_text(text)
+    (tmp_path / "part.txt").write_text(text[part])
+    config = make_config(f"text:{tmp_path}/all.txt", tmp_path)
+    config.eval_source = f"text:{tmp_path}/part.txt"
+    data = open_data(config)
+    assert text_of(data, "eval") == text[part]
+    assert text_of(data, "train") == text.replace(text[part], "")
+    (tmp_path / "part.txt").write_text("line 7\n")  # by chance
+    assert text_of(open_data(config), "train") == text
 
 
 def test_a_run_with_an_eval_source_is_not_split_for_evaluation(tmp_path, monkeypatch):
@@ -217,22 +252,29 @@ def test_the_beginning_of_a_held_out_document_is_not_trained_on(document_bytes, 
         assert text_of(open_data(config), "train") == words("train", 4)
 
 
-def test_held_out_text_beside_tokens_and_tokens_beside_text(tmp_path):
-    letters = write_letters(tmp_path)
+def test_tokens_and_text_cannot_be_compared(tmp_path):
+    """So neither is the held-out text of a run on the other; an evaluation may score it."""
+    letters, known = write_letters(tmp_path), tmp_path / "t/tokenizer.json"
     efx.data.write_token_shards(tmp_path / "t", tokenizers.ByteTokenizer(), ["abc " * 30], ["de"])
-    tokens = f"tokens:{tmp_path / 't'}"
-    # The held-out shards of the tokens are not trained on.
-    assert split_sizes(make_config(tokens, tmp_path, eval_source=f"text:{letters}")) == (121, 400)
-    config = make_config(f"text:{letters}", tmp_path, eval_source=tokens)
-    assert split_sizes(config) == (400, 124)
-    assert open_data(config).scored_bytes(4) == 121
-    config.tokenizer = "chars"
-    refuse_data(config, "config.data.tokenizer='chars'")
+    names, tokens = (f"text:{letters}", f"tokens:{tmp_path / 't'}"), {}
+    for source, eval_source in (names, names[::-1]):
+        config = make_config(source, tmp_path, eval_source=eval_source)
+        refuse_data(config, f"eval_source={eval_source!r}", f"source={source!r}", "compared")
+        data = open_data(config, splits=("eval",), tokenizer_path=known)
+        tokens[eval_source] = (data.eval_tokens, data.scored_bytes(4))
+    assert tokens == {names[0]: (400, 399), names[1]: (124, 121)}
+
+
+def test_tokens_of_another_tokenizer_are_refused(tmp_path):
     for name in ("ab", "xyz"):
         characters = tokenizers.CharTokenizer(words(name))
         efx.data.write_token_shards(tmp_path / name, characters, [words(name)])
-    config.source, config.eval_source = f"tokens:{tmp_path}/ab", f"tokens:{tmp_path}/xyz"
+    names = {"tokenizer": "chars", "eval_source": f"tokens:{tmp_path}/xyz"}
+    config = make_config(f"tokens:{tmp_path}/ab", tmp_path, **names)
     refuse_data(config, "/ab", "/xyz", "tokenizer")
+    config.source = config.eval_source.replace("xyz", "ab")
+    config.eval_source, config.tokenizer = "", str(tmp_path / "xyz")
+    refuse_data(config, "/xyz", "/ab", "tokenizer")
 
 
 def test_evaluation_needs_no_training_text(tmp_path):

@@ -32,7 +32,8 @@ def test_texts_of_a_file_a_folder_and_a_glob(tmp_path):
     folder = write_folder(tmp_path)
     assert read_texts(f"text:{folder / '00.txt'}", tmp_path) == ["a" * 7]
     every = read_texts(f"text:{folder}", tmp_path)
-    names = ["00", "03", "06", "09", "copy"] + [f"sub/{i:02d}" for i in range(12) if i % 3]
+    # copy.txt has the text of sub/08.txt, which then counts once.
+    names = ["00", "03", "06", "09", "copy"] + [f"sub/{i:02d}" for i in (1, 2, 4, 5, 7, 10, 11)]
     assert every == [(folder / f"{n}.txt").read_text() for n in names]
     assert read_texts(f"text:{folder}/*.txt", tmp_path) == every[:5]
     assert read_texts(f"text:{folder}/**/*.txt", tmp_path) == every
@@ -42,11 +43,48 @@ def test_texts_of_a_file_a_folder_and_a_glob(tmp_path):
     assert read_texts(f"text:{folder}/[a].txt", tmp_path) == ["brackets"]
 
 
+def test_a_file_counts_once(tmp_path):
+    """Whatever links lead to it, and however many copies there are."""
+    folder, expected = tmp_path / "plain", [f"text {i}" for i in range(3)]
+    linked = tmp_path / "linked"
+    for root in (folder, linked):
+        (root / "v1").mkdir(parents=True)
+        for i, name in enumerate(("a.txt", "v1/m.txt", "v1/z.txt")):
+            (root / name).write_text(expected[i])
+    plain = open_data(make_config(f"text:{folder}", tmp_path, seq_len=1))
+    (linked / "latest").symlink_to(".")
+    assert read_texts(f"text:{linked}/**/*.txt", tmp_path) == expected
+    (linked / "v1/up").symlink_to("..")
+    (linked / "v2").symlink_to("v1")
+    (linked / "v1/n.txt").symlink_to("m.txt")
+    (linked / "v1/zz.txt").write_text(expected[1])
+    (linked / "broken.txt").symlink_to("absent")
+    assert read_texts(f"text:{linked}", tmp_path) == expected
+    assert open_data(make_config(f"text:{linked}", tmp_path, seq_len=1)).fingerprint == (
+        plain.fingerprint
+    )
+    (tmp_path / "outside").symlink_to(linked)
+    assert read_texts(f"text:{tmp_path / 'outside'}", tmp_path) == expected
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path):
+    mark, text = b"\xef\xbb\xbf", "é text\n" * 30
+    (tmp_path / "a.txt").write_bytes(mark + text.encode())
+    (tmp_path / "b.jsonl").write_bytes(mark + json.dumps({"text": "\ufeff" + text}).encode())
+    for source in ("text:{}/a.txt", "jsonl:{}/b.jsonl"):
+        for limit in (0, 1, 50):
+            settings = {"max_bytes": limit, "text_key": "text"}
+            texts = read_texts(source.format(tmp_path), tmp_path, **settings)
+            assert "".join(texts) == text.encode()[: limit or None].decode(errors="ignore")
+    (cut,) = read_documents(f"text:{tmp_path}/a.txt", tmp_path, max_bytes=50)
+    assert cut.is_cut
+
+
 def test_max_bytes_cuts_between_characters(tmp_path):
     for name, text in (("a", "xé"), ("b", ""), ("c", "漢😀zz")):
         (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
     whole = "xé漢😀zz".encode()
-    for limit in range(1, 13):
+    for limit in (*range(1, 13), 1 << 62):
         texts = read_texts(f"text:{tmp_path}/*.txt", tmp_path, max_bytes=limit)
         assert all(texts) and "".join(texts) == whole[:limit].decode(errors="ignore")
 
@@ -206,6 +244,15 @@ def test_a_training_shard_cannot_be_the_held_out_text(llm_c, tmp_path):
     assert split_sizes(config) == (60, 50)
 
 
+def test_a_training_shard_counts_once_and_is_not_an_evaluation_shard(llm_c, tmp_path):
+    train = llm_c / "fineweb_train_000001.bin"
+    (llm_c / "fineweb_train_latest.bin").symlink_to(train.name)
+    config = make_config(f"tokens:{llm_c}", tmp_path)
+    assert token_ids(open_data(config), "train") == [*range(150)]
+    (llm_c / "fineweb_val_000009.bin").write_bytes(train.read_bytes())
+    refuse_data(config, config.source, "fineweb_val_000009.bin")
+
+
 def test_token_shards_that_do_not_fit_are_refused(llm_c, tmp_path):
     folder = tmp_path / "t"
     config = make_config(f"tokens:{folder}", tmp_path)
@@ -296,6 +343,17 @@ def test_a_mixture_is_the_documents_of_its_parts(two_folders, tmp_path):
             assert found == [(d.name, d.data) for d in alone]
             assert not limit or sum(len(data) for _, data in found) == limit
         assert {d.component for d in mixed} == set(parts) and mixed[0].component == parts[0]
+
+
+def test_a_part_of_a_mixture_may_hold_a_comma(tmp_path):
+    names = ["a,b.txt", "c,stdlib.txt", "d.txt"]
+    for name in names:
+        (tmp_path / name).write_text(name)
+    mixture = "mix:" + ",".join(f"text:{tmp_path}/{name}" for name in names)
+    assert read_texts(mixture, tmp_path) == names
+    documents = read_documents(f"mix:pydoc,text:{tmp_path}/a,b.txt", tmp_path)
+    assert documents[-1].data == b"a,b.txt" and len(documents) > 50
+    refuse_data(make_config("mix:stdlib,txt:a", tmp_path, split="documents"), "'txt:a'")
 
 
 def test_pieces_are_the_document(tmp_path):

@@ -15,6 +15,7 @@ from test_interop import transformers  # noqa: F401
 from efx import models
 from efx.interop import hf_export, new_run
 from efx.routing.config import DepthRoutingConfig
+from efx.routing.controls import CONTROLS
 
 BASE = DepthRoutingConfig(kind="mod", gate="twice_sigmoid", causal="threshold", capacity=0.5)
 # Values of settings without a list of choices in their type, and the settings that they need.
@@ -36,6 +37,7 @@ NEEDS = {
     ("capacity", (0.3, 0.7)): {"blocks": (0, 1)},
     "predictor_hidden": {"causal": "predictor"},
     "threshold_warmup": {"train_selection": "threshold"},
+    **{("train_selection", name): {"gate": "sigmoid"} for name in CONTROLS},
 }
 TYPES = typing.get_type_hints(DepthRoutingConfig)
 NAMES = [field.name for field in dataclasses.fields(DepthRoutingConfig)]

@@ -8,6 +8,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import run_files
+from new_rules import new_rules  # noqa: F401 (a fixture)
 from refusals import refused
 
 from efx.config.load import config_of_run
@@ -23,7 +24,7 @@ MOD = {
     "model.depth_routing.train_selection": "threshold",
     "model.depth_routing.threshold_warmup": 1,
     "model.depth_routing.causal": "threshold",
-    "evaluate.calibrate": 1,  # sets other thresholds for an evaluation
+    "evaluate.calibrate": 1,
     "evaluate.repeated_rows": 8,
     "evaluate.max_batches": 2,
 }
@@ -114,3 +115,36 @@ def test_a_tokenizer_that_loses_text_is_evaluated_without_bits_per_byte(tmp_path
     printed = capsys.readouterr().out
     assert row["eval/loss"] > 0 and not any("byte" in name for name in row)
     assert "held-out loss" in printed and "byte" not in printed
+
+
+@pytest.mark.usefixtures("one_device")
+@pytest.mark.parametrize("selection", ["first", "threshold"])
+def test_calibration_sets_the_thresholds_of_the_last_checkpoint(selection, new_rules, tmp_path):  # noqa: F811
+    """Before it is evaluated, so that what is evaluated is what samples. The thresholds are means
+    over batches of training text: they select the capacity of it."""
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 80)
+    changes = {**MOD, "model.depth_routing.train_selection": selection, "evaluate.every": 1}
+    # Scores move far in each step, so that a running mean is far behind.
+    changes |= {"checkpoint.every": 1, "checkpoint.keep_last": 9, "optim.learning_rate": 0.1}
+    found = {}
+    for count in (0, 2):
+        workdir = tmp_path / f"calibrate_{count}"
+        changes["evaluate.calibrate"] = count
+        trainer.train_and_evaluate(run_files.tiny(text, **changes), workdir)
+        rows = {row["step"]: row for row in read_metrics(workdir)}
+        for step in (STEPS - 1, STEPS):
+            state = setup.finished(config_of_run(workdir), workdir, step)[3]["state"]
+            threshold = state["layers"]["block_0"]["threshold"]["quantile"]
+            found[count, step] = rows[step], float(threshold)
+    (row, threshold), (other_row, other_threshold) = found[2, STEPS], found[0, STEPS]
+    assert threshold != other_threshold
+    assert row["eval/loss"] != other_row["eval/loss"]
+    assert abs(row["eval/router/routed_fraction"] - 0.5) < 0.1
+    earlier, other_earlier = (found[count, STEPS - 1][0] for count in (2, 0))
+    assert earlier["eval/loss"] == other_earlier["eval/loss"]
+    config = config_of_run(workdir)
+    config.evaluate.calibrate = 0
+    assert finished_run.evaluate(config, workdir)["eval/loss"] == row["eval/loss"]
+    config.evaluate.calibrate = 1
+    refused(lambda: finished_run.evaluate(config, workdir), "config.evaluate.calibrate=1")

@@ -1,10 +1,12 @@
 """Runs that start from other runs, and capacities that change while a run trains."""
 
+import io
 import shutil
 
 import jax
 import numpy as np
 import pytest
+from new_rules import new_rules  # noqa: F401 (a fixture)
 from test_train import text, tiny  # noqa: F401 (a fixture)
 
 from efx.config.load import config_of_run, to_config
@@ -12,7 +14,7 @@ from efx.configs import mod
 from efx.layers import flops
 from efx.logging import read_metrics
 from efx.run_dir import CHECKPOINTS
-from efx.train import setup, trainer
+from efx.train import finished_run, setup, trainer
 
 pytestmark = pytest.mark.usefixtures("one_device")
 DENSE = {"mesh.data": -1, "model.depth": 1, "model.depth_routing.kind": "none", "steps": 1}
@@ -70,6 +72,15 @@ def test_only_new_parameters_train(text, dense, tmp_path):  # noqa: F811
     assert new and all("router" in path for path in new)
     first, *_, last = training_rows(tmp_path / "run")
     assert last["losses/router_bce"] < first["losses/router_bce"]
+    # Beside the forward pass a step computes the gradients of the router and of the head's input.
+    e = setup.experiment(to_config(config_of_run(tmp_path / "run")))
+    parts = e.ledger.nominal
+    sequence = sum(parts.values()) + parts["router"] + parts["head"]
+    tokens = last["step"] * e.tokens_per_step
+    assert last["flops"] == pytest.approx(tokens * sequence / e.ledger.length, rel=0.01)
+    ratio = last["flops"] / (tokens * e.ledger.nominal_per_token)
+    executed = flops.executed(e.model, e.config.data.seq_len, e.config.data.batch_size)
+    assert last["flops_realised"] == pytest.approx(last["step"] * ratio * executed)
 
 
 AVERAGED = {"optim.name": "schedule_free_adamw", "optim.schedule.kind": "constant"}
@@ -160,6 +171,39 @@ def test_a_stage_has_thresholds_of_its_own(text, tmp_path):  # noqa: F811
     run(tmp_path / "run", tiny(text, **changes))
     decided = np.array([row["router/decided_fraction"] for row in training_rows(tmp_path / "run")])
     assert np.all(decided[1:4] > 0.9) and np.all(np.abs(decided[5:] - 0.25) < 0.2)
+
+
+@pytest.mark.parametrize("selection", ["first", "threshold"])
+def test_a_checkpoint_is_evaluated_and_sampled_at_the_capacity_of_its_stage(
+    selection,
+    new_rules,  # noqa: F811
+    text,  # noqa: F811
+    tmp_path,
+):
+    """In training, where the log names the capacity, and afterwards."""
+    changes = {
+        **STAGES,
+        "checkpoint.every": 1,
+        "checkpoint.keep_last": 9,
+        "evaluate.every": 1,
+        "sample.every": 0,
+        "model.depth_routing.train_selection": selection,
+        "model.depth_routing.causal": "threshold",
+    }
+    folder = tmp_path / "run"
+    run(folder, tiny(text, **changes))
+    rows = {row["step"]: row for row in read_metrics(folder) if "eval/loss" in row}
+    capacity = [rows[step]["eval/router/capacity"] for step in range(1, 7)]
+    assert capacity == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
+    for step, row in rows.items():
+        routed, overflow = (row[f"eval/router/{name}_fraction"] for name in ("routed", "overflow"))
+        assert overflow < 0.02 and abs(routed - row["eval/router/capacity"]) < 0.2, step
+    for step in (2, 4):
+        again = finished_run.evaluate(config_of_run(folder), folder, step)
+        assert again["eval/loss"] == rows[step]["eval/loss"]
+        sampled = finished_run.sample(config_of_run(folder), folder, step, io.StringIO())
+        assert sampled["overflow"] == 0
+        assert abs(sampled["routed_fraction"] - rows[step]["eval/router/capacity"]) < 0.2
 
 
 def test_nominal_flops_of_stages_decide_the_steps(text):  # noqa: F811

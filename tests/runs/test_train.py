@@ -302,6 +302,7 @@ def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys, monk
     assert 0 < rows[-1]["seconds"] < 4  # without evaluations
     for before, r in zip([{"seconds": 0, "tokens": 0}, *rows], rows, strict=False):
         assert r["tokens"] == r["step"] * 8 * 32
+        assert r["epochs"] == pytest.approx(r["tokens"] / 27_000, rel=0.01)
         assert r["flops"] > 0 and r["flops_realised"] > 0
         assert r["mfu"] == r["flops_per_second"] / (2 * 1e12) > 0
         seconds, tokens = (r[name] - before[name] for name in ("seconds", "tokens"))
@@ -318,7 +319,9 @@ def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys, monk
     assert row["eval/repeated/second"] == pytest.approx(second, rel=1e-5)
     assert row["eval/repeated/gain"] == pytest.approx(first - second, abs=1e-5) != 0
     assert list((tmp_path / "run/samples").iterdir())
-    assert "finished" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"({rows[-1]['epochs']:.3g} epochs)" in out and "finished" in out
+    assert "config.data.eval_fraction" in out  # the line on few held-out tokens
     record = json.loads((tmp_path / "run/run.json").read_text())["launches"][0]
     assert [choice["kernel"] for choice in record["attention"]] == ["xla"]
 
