@@ -14,7 +14,8 @@ With equal="flops" or "tokens", the first run trains before the others, and all 
 tokens as it used; with "" the settings decide. Every command line is checked before the first run.
 `--sweep FILE:PART` calls `get_sweep("PART")`. Runs are in WORKDIR/<name>-seed<n>. An interrupted
 sweep resumes, and finished runs are not repeated. Arguments after `--` go to every run. The table,
-WORKDIR/table.md, compares each row with the first; WORKDIR/table.csv has a row for each run.
+WORKDIR/table.md, compares each row with the first; WORKDIR/table.csv has a row for each run. They
+have no seconds if runs shared the machine (--jobs).
 """
 
 import math
@@ -30,9 +31,8 @@ from efx.studies import runs as runs_lib
 from efx.studies.statistics import difference
 
 KEYS = ("config", "seeds", "equal", "runs", "columns")
-LOSS = "held-out loss (nats)"
 COLUMNS = {
-    LOSS: "eval/loss",
+    tables.LOSS: "eval/loss",
     "bits per byte": "eval/bits_per_byte",
     "training FLOPs": "flops",
     "tokens": "tokens",
@@ -99,7 +99,7 @@ def make_runs(sweep, workdir, extra=(), budget=()):
     return runs
 
 
-def equal_budget(sweep, workdir, extra, first):
+def equal_budget(sweep, first):
     """Return the arguments that give a run the budget that the finished run `first` has used."""
     used = runs_lib.results([first]).iloc[0]
     if sweep["equal"] == "flops":
@@ -112,6 +112,8 @@ def equal_budget(sweep, workdir, extra, first):
 def table_of(results, sweep):
     """Return (one row for each run, Markdown with mean and deviation over seeds)."""
     columns = dict(COLUMNS)
+    if "seconds" in results and results["seconds"].isna().any():
+        del columns["seconds"]
     for title, metrics in sweep["columns"].items():
         known = [metric for metric in metrics.split("|") if metric in results]
         if not known:
@@ -123,7 +125,7 @@ def table_of(results, sweep):
     known = {title: metric for title, metric in columns.items() if metric in results}
     per_run = pd.DataFrame({title: results[metric] for title, metric in known.items()})
     groups, rows = per_run.groupby("name", sort=False), []
-    stats = {name: _stats(group[LOSS]) for name, group in groups}
+    stats = {name: _stats(group[tables.LOSS]) for name, group in groups}
     first = next(iter(stats))
     for name, group in groups:
         cells = [_cell(title, group[title]) for title in per_run if title not in ("name", "seed")]
@@ -140,21 +142,18 @@ def _stats(values):
 
 
 def _difference_cell(a, b):
-    mean, low, high, _ = difference(a, b)
+    columns = difference(a, b)
+    mean, low, high = (columns[name] for name in ("difference", "low", "high"))
     if math.isnan(mean):  # a run diverged
         return ""
     return f"{mean:.4f}" + ("" if math.isnan(low) else f" ({low:.4f} to {high:.4f})")
 
 
 def _cell(title, values):
-    finite = values.dropna()
-    if finite.empty:  # no run logs this metric, or all diverged
-        return "not finite" if title == LOSS else ""
-    if title in QUANTITIES:
-        return quantity(finite.mean(), QUANTITIES[title])
-    spread = f" ± {finite.std():.4f}" if len(finite) > 1 else ""
-    diverged = len(values) - len(finite)
-    return f"{finite.mean():.4f}{spread}" + (f" ({diverged} not finite)" if diverged else "")
+    if title not in QUANTITIES:
+        return tables.mean_and_spread(title, values)
+    known = values.dropna()
+    return "" if known.empty else quantity(known.mean(), QUANTITIES[title])
 
 
 def study(arguments):
@@ -171,7 +170,7 @@ def study(arguments):
             print(first.command())
             print("# the others get as many FLOPs or tokens: rerun when this run has finished")
             return
-        runs = make_runs(sweep, workdir, extra, equal_budget(sweep, workdir, extra, first))
+        runs = make_runs(sweep, workdir, extra, equal_budget(sweep, first))
     if arguments.print_commands:
         return runs_lib.print_commands(runs)
     if not arguments.table_only:
@@ -181,7 +180,7 @@ def study(arguments):
     per_run, text = table_of(results, sweep)
     text += f"\n\n`{sweep['config']}`, seeds {', '.join(map(str, sweep['seeds']))}. "
     if len(sweep["seeds"]) > 1:
-        text += "Mean ± standard deviation; differences with unpaired 95% intervals. "
+        text += "Mean ± standard deviation; differences with Welch's 95% intervals. "
     text += f"Command: `{arguments.command}`\n"
     tables.save(workdir, "table", per_run, text)
 
