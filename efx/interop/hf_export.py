@@ -303,6 +303,7 @@ def tokenizer_files(tokenizer, context):
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,  # text never encodes to a special token
         # Without this transformers 4 also makes token_type_ids, which `generate` refuses.
         "model_input_names": ["input_ids", "attention_mask"],
         **names,
@@ -342,7 +343,9 @@ def _library_form(tokenizer):
         return text, {key: name for key, name in names.items() if name is not None}
     if isinstance(tokenizer, CharTokenizer):
         vocabulary = {character: i for i, character in enumerate(tokenizer.characters)}
-        inner = library.Tokenizer(library.models.BPE(vocabulary, []))
+        # A name that is no token: the library raises an error with it instead of dropping text.
+        unknown = "a character outside of the vocabulary"
+        inner = library.Tokenizer(library.models.BPE(vocabulary, [], unk_token=unknown))
         inner.decoder = library.decoders.Fuse()
         return inner.to_str(), {}
     inner = library.Tokenizer(library.models.BPE(byte_of_character(), []))

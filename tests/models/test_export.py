@@ -189,7 +189,7 @@ def test_a_routed_run_becomes_a_model_with_code(routed, tmp_path, load, transfor
 
 @pytest.mark.parametrize("kind", ["bytes", "chars", "bpe"])
 def test_exported_tokenizers_have_the_ids_of_efx(kind, tmp_path, transformers):  # noqa: F811
-    text = "The  quick\n brown fox jumps, the dog "
+    text = "The  quick\n brown fox jumps, the <|endoftext|> dog "
     makers = {
         "bytes": ByteTokenizer,
         "chars": lambda: CharTokenizer(text),
@@ -204,6 +204,9 @@ def test_exported_tokenizers_have_the_ids_of_efx(kind, tmp_path, transformers): 
         ids = theirs(text).input_ids
         assert ids == ours.encode(text).tolist() and theirs.decode(ids) == text, model_type
         assert theirs.eos_token_id == ours.eot and len(theirs) == ours.vocab_size
+        if kind == "chars":
+            with pytest.raises(Exception, match="character outside of the vocabulary"):
+                theirs("the cat")
 
 
 def test_a_qwen2_with_another_tokenizer_is_not_a_qwen2_of_transformers(tmp_path):
