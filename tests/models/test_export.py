@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+from typing import Literal
 
 import families
 import jax.numpy as jnp
@@ -26,16 +27,20 @@ from test_import import (  # noqa: F401
 )
 from test_interop import transformers  # noqa: F401
 
+from efx.config import schema
 from efx.config.load import config_of_run
 from efx.data import bpe
 from efx.data.tokenizers import ByteTokenizer, CharTokenizer
 from efx.interop import hf_export, import_run
+from efx.models.decoder import DecoderConfig
+from efx.routing.config import DepthRoutingConfig
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
 NORMED = dict(kind="mod", every=1, capacity=0.5, slack=1.0, router_norm="rms")
 OWN = {
     "predictor": dict(depth_routing=dict(causal="predictor", **NORMED)),
+    "mod_gate_one": dict(depth_routing=dict(causal="aux_loss", gate="one", **NORMED)),
     "post_norm": dict(
         block_kind="post_norm",
         use_bias=True,
@@ -240,6 +245,29 @@ def test_models_that_cannot_be_exported_are_refused(name, setting):
     if name == "averages":
         config = families.make({"dense_former.on": True}).config
     refused(lambda: hf_export.check_exportable(config, "none"), f"config.model.{setting}")
+
+
+def test_settings_that_the_exporter_does_not_know_are_refused():
+    """A new field with another value than its default, and a new value of a known field."""
+
+    @schema.block("config.model.depth_routing")
+    class NewRouting(DepthRoutingConfig):
+        gate: Literal["sigmoid", "softplus"] = "sigmoid"
+        temperature: float = 1.0
+
+    @schema.block("config.model")
+    class NewConfig(DecoderConfig):
+        depth_routing: NewRouting = NewRouting()
+        sink: bool = False
+
+    def check(sink=False, **routing):
+        changed = dict(depth_routing=NewRouting(kind="mod", **routing), sink=sink)
+        hf_export.check_exportable(NewConfig(**changed).resolved(), "none")
+
+    check()
+    refused(lambda: check(temperature=0.5), "config.model.depth_routing.temperature=0.5", "1.0")
+    refused(lambda: check(gate="softplus"), "config.model.depth_routing.gate='softplus'")
+    refused(lambda: check(sink=True), "config.model.sink=True")
 
 
 def test_bad_commands_write_nothing(routed, tmp_path, capsys):  # noqa: F811
