@@ -78,9 +78,10 @@ class EfxConfig(PretrainedConfig):
 # ---- tokens and their cache ----------------------------------------------------------------------
 
 
-def compact(mask_BT):
-    """(indices of the True entries of each row [B, C], mask of the used slots [B, C])."""
-    slots = int(mask_BT.sum(dim=1).max())
+def compact(mask_BT, least=0):
+    """(indices of the True entries of each row [B, C], mask of the used slots [B, C]); C is at
+    least `least`."""
+    slots = max(least, int(mask_BT.sum(dim=1).max()))
     index_BC = torch.argsort((~mask_BT).int(), dim=1, stable=True)[:, :slots]
     return index_BC, mask_BT.gather(1, index_BC)
 
@@ -362,7 +363,9 @@ class EfxRoutedBlock(EfxBlock):
             first, activation, last = self.predictor
             logit_BT = in_float32(last, activation(in_float32(first, router_in_BTD)))[..., 0]
         admitted_BT, count_BT = tokens.admit(logit_BT > 0, self.rate, (self.layer_idx, None))
-        index_BC, is_used_BC = compact(admitted_BT)
+        # In training at least one slot, so that all parameters have gradients, as
+        # DistributedDataParallel requires.
+        index_BC, is_used_BC = compact(admitted_BT, least=int(torch.is_grad_enabled()))
         if index_BC.shape[1] == 0:
             return x_BTD
         places_BC = take(tokens.places_BT, index_BC).masked_fill(~is_used_BC, -1)
@@ -370,6 +373,7 @@ class EfxRoutedBlock(EfxBlock):
         selected = Tokens(places_BC, positions_BC, count_BC, tokens.cache)
         delta_BCD = self.increment(take(x_BTD, index_BC), selected)
         gate_BC = GATES[self.routing["gate"]](take(score_BT, index_BC)) * is_used_BC
+        gate_BC = gate_BC + 0 * take(logit_BT, index_BC)  # a gradient of 0 for the decision
         delta_BCD = (delta_BCD * gate_BC[..., None]).to(x_BTD.dtype)
         return x_BTD.scatter_add(1, index_BC[..., None].expand_as(delta_BCD), delta_BCD)
 
