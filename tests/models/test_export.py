@@ -49,7 +49,7 @@ OWN = {
         mlp=families.experts(),
     ),
 }
-DEFAULT = ("neox", "mod_parallel", "moe", "mode_staged", *OWN)
+DEFAULT = ("neox", "mod_parallel", "moe", "mode_staged", "predictor", "post_norm")
 SLOW = {"mod_options", "mod_threshold", "mod_capacity_list", "moe_switch", "mode_integrated", "mup"}
 
 
@@ -99,11 +99,21 @@ def test_an_export_computes_the_logits_of_efx(name, tmp_path, checks):
     checks.check_logits(tmp_path / "new")
 
 
-@pytest.mark.parametrize("check", ["generation", "packed_rows", "training"])
+CHECKS = ("generation", "outputs", "packed_rows", "training", "idle_blocks")
+
+
+@pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name", ["post_norm", "mod_parallel"])
 def test_an_export_generates_and_trains(check, name, tmp_path, checks):
     write(tmp_path / "new", name)
     getattr(checks, f"check_{check}")(tmp_path / "new")
+
+
+@pytest.mark.parametrize("name", ["predictor", "mod_gate_one"])
+def test_decisions_that_learn_nothing_have_gradients(name, tmp_path, checks):
+    """A predictor, and a router whose gate is 1."""
+    write(tmp_path / "new", name)
+    checks.check_idle_blocks(tmp_path / "new")
 
 
 def test_a_routed_block_caches_the_tokens_that_it_computes(tmp_path, checks):
@@ -124,27 +134,31 @@ def test_a_routed_block_caches_the_tokens_that_it_computes(tmp_path, checks):
     assert cache.entries[1][1].shape[1] == cached_B.max() < cache.entries[0][1].shape[1]
 
 
-# The oldest supported transformers, with the packages that it does not share with the newest.
+# Arguments of pip. The oldest supported transformers has the packages that it does not share with
+# the installed one, the newest has all that it needs.
 OLDEST = (
+    "--no-deps",
     "transformers==" + re.search(r">=([\d.]+)", hf_export.TRANSFORMERS)[1],
     "datasets==4.4.1",
     "huggingface_hub==0.36.2",
     "tokenizers==0.22.2",
     *("requests", "urllib3", "certifi", "idna", "charset-normalizer"),
 )
+VERSIONS = {"oldest": OLDEST, "newest": (hf_export.TRANSFORMERS,)}
 
 
 @pytest.mark.slow
-def test_exports_pass_the_checks_with_the_oldest_transformers(tmp_path):
-    oldest, script = tmp_path / "oldest", pathlib.Path(__file__).with_name("load_exports.py")
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", oldest, *OLDEST]
+@pytest.mark.parametrize("version", VERSIONS)
+def test_exports_pass_the_checks_with_other_transformers(version, tmp_path):
+    packages, script = tmp_path / "packages", pathlib.Path(__file__).with_name("load_exports.py")
+    command = [sys.executable, "-m", "pip", "install", "--target", packages, *VERSIONS[version]]
     done = subprocess.run(command, capture_output=True, text=True)
     if "(from versions: none)" in done.stderr:
         pytest.skip("the package index cannot be reached")
     assert done.returncode == 0, done.stderr
     write(tmp_path / "new", "post_norm")
     variables = {"HF_MODULES_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    variables["PYTHONPATH"] = str(oldest)
+    variables["PYTHONPATH"] = str(packages)
     command = [sys.executable, "-P", script, tmp_path / "new"]
     done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
