@@ -17,7 +17,6 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
-import test_families
 from hypothesis import strategies as st
 
 from efx import models
@@ -70,6 +69,9 @@ def routing(draw, depth, recursion, by_type=True, further=0):
         kv_for_skipped=[False, True], skip_mlp=[0, 8],
     )  # fmt: skip
     if kind == "mod":
+        changes |= pick(draw, "depth_routing.", target=["block", "block", "attention", "mlp"])
+        if changes["depth_routing.target"] == "mlp":  # all tokens pass the attention
+            changes["depth_routing.kv_for_skipped"] = False
         if draw(st.booleans()):
             every = changes["depth_routing.every"] = draw(one_in(depth))
             count = depth // every + further // every
@@ -282,12 +284,11 @@ def build(members, bridges):
 def with_capacity_for_all(model):
     """The same with capacity for every token that routers select, in bridges too."""
     if hasattr(model, "anchor_model"):
-        members = tuple(map(test_families.with_capacity_for_all, model.augment_models))
         return model.clone(
-            anchor_model=test_families.with_capacity_for_all(model.anchor_model),
-            augment_models=members,
+            anchor_model=with_capacity_for_all(model.anchor_model),
+            augment_models=tuple(map(with_capacity_for_all, model.augment_models)),
         )
-    return test_families.with_capacity_for_all(model)
+    return families.with_capacity(model, slack=100.0)
 
 
 class Held:
