@@ -418,26 +418,27 @@ class Grain(enum.IntEnum):
     NONE = 0  # no row
     ONE = 1  # the row with the most mechanisms
     KINDS = 2  # the families, and the values of settings called `kind`
-    CHOICES = 3  # the values of all settings that have names as values
-    ALL = 4  # and all other settings that a row changes, and pairs of kinds
+    SELECTIONS = 3  # and of settings that select tokens, such as `train_selection`
+    CHOICES = 4  # and of all settings that have names as values
+    ALL = 5  # and all other settings that a row changes, and pairs of kinds
 
 
 def mechanisms(name, grain):
     """The mechanisms of a row: "family=latent", "mlp.kind=moe", "attention.window"."""
-    kinds, choices, others = [], [], []
+    found = {each: [] for each in Grain}
     for key, value in FAMILIES[name].changes.items():
         values = value if isinstance(value, tuple) else (value,)
-        is_named = values and all(isinstance(value, str) for value in values)
-        if not is_named or key in ("adapter.experts", "adapter.sites"):
-            others.append(key)
+        if not all(isinstance(value, str) for value in values) or key.endswith(
+            ("experts", "sites")
+        ):
+            found[Grain.ALL].append(key)
         else:
-            found = kinds if key.endswith(("family", "kind")) else choices
-            found += [f"{key}={value}" for value in values]
-    if grain == Grain.KINDS:
-        return {*kinds}
-    if grain == Grain.CHOICES:
-        return {*kinds, *choices}
-    return {*kinds, *choices, *others, *itertools.combinations(kinds, 2)}
+            kind = key.endswith(("family", "kind"))
+            selects = key.endswith(("selection", "router", "routing", "target"))
+            each = Grain.KINDS if kind else Grain.SELECTIONS if selects else Grain.CHOICES
+            found[each] += [f"{key}={value}" for value in values]
+    found[Grain.ALL] += itertools.combinations(found[Grain.KINDS], 2)
+    return {mechanism for each in Grain if each <= max(grain, 2) for mechanism in found[each]}
 
 
 def cover(names, grain, chosen=()):
@@ -556,9 +557,11 @@ def can_pack(model):
 def scanned(model):
     """The same with scanned layers, as few as repeat a pattern; None if they cannot be scanned."""
     depth = model.config.depth
-    for changes in (dict(depth=d, scan_layers=True) for d in (depth, depth + 1, 2 * depth)):
-        if not refuses(lambda: period(models.changed(model, **changes).specs())):  # noqa: B023
-            return models.changed(model, **changes)
+    for each in (depth, depth + 1, 2 * depth):
+        changed = models.changed(model, depth=each, scan_layers=True)
+        if not refuses(lambda: period(changed.config.resolved() and changed.specs())):  # noqa: B023
+            return changed
+    return None
 
 
 def can_scan(model):

@@ -100,10 +100,7 @@ def test_causal(name):
     assert_no_look_ahead(name, "causal")
 
 
-selects_tokens = every_row(families.selects_tokens)
-
-
-@selects_tokens
+@every_row(families.selects_tokens)
 def test_only_topk_selection_looks_ahead(name):
     """In training; `test_causal` is able to see what training-time top-k does."""
     if FAMILIES[name].looks_ahead:
@@ -126,7 +123,7 @@ def test_rows_do_not_depend_on_each_other(name):
     check_rows(name, "causal")
 
 
-@selects_tokens
+@every_row(families.selects_tokens)
 def test_rows_do_not_depend_on_each_other_in_training(name):
     check_rows(name, "train")
 
@@ -279,7 +276,6 @@ MESHES = {
     "places and features": dict(data=2, tensor=2, sequence=2),
 }
 REMAT = {mesh: ("dots", "full")[i % 2] for i, mesh in enumerate(MESHES)}
-trained = every_row()
 
 
 def same_loss_and_grads(expected, result):
@@ -299,7 +295,7 @@ def plain(name):
     return model, {"params": params, **state}, jax.device_get(step(params, families.tokens()))
 
 
-@trained
+@every_row(whole=Grain.SELECTIONS)
 def test_every_parameter_has_a_gradient(name):
     """So that the comparison of gradients below compares something."""
     for path, grad in jax.tree_util.tree_leaves_with_path(plain(name)[2][1]):
@@ -333,32 +329,32 @@ def gathered(compiled):
     return max((math.prod(map(int, shape.split(","))) for shape in shapes), default=0)
 
 
-@trained
+@every_row(whole=Grain.SELECTIONS)
 def test_scanned_and_recomputed_layers_on_eight_devices_are_the_plain_program(name, request):
     """On one of the meshes, always the same one; with `--family` on each."""
     model, variables, expected = plain(name)
-    changed, params, state = model, variables["params"], variables
-    if families.scanned(model) is not None:
-        changed = families.scanned(model)
+    scanned = families.scanned(model)
+    if scanned is not None:
         stacked = {
             key: convert_layers(scan_params, tree, model.specs()) for key, tree in variables.items()
         }
         # Of arrays of numpy a layer's slice is no program.
-        same, unrolled = models.unroll(changed, jax.device_get(stacked["params"]))
-        jax.tree.map(np.testing.assert_array_equal, unrolled, params)
+        same, unrolled = models.unroll(scanned, jax.device_get(stacked["params"]))
+        jax.tree.map(np.testing.assert_array_equal, unrolled, variables["params"])
         assert not same.config.scan_layers
-        params, state = stacked["params"], stacked
-    state = {key: tree for key, tree in state.items() if key != "params"}
+        model, variables = scanned, stacked
+    params = jax.device_get(variables["params"])
+    state = {key: tree for key, tree in variables.items() if key != "params"}
     meshes = list(MESHES)
     if not request.config.getoption("--family"):
         meshes = [meshes[zlib.crc32(name.encode()) % len(meshes)]]
     for mesh in meshes:
-        changed = models.changed(changed, remat=REMAT[mesh])
+        changed = models.changed(model, remat=REMAT[mesh])
         step, params_sharding, tokens_sharding = compiled_on(mesh, changed, state)
         split = [sharding.is_fully_replicated for sharding in jax.tree.leaves(params_sharding)]
         assert all(split) == (mesh in ("data", "sequence")), mesh
         loss, grads = step(
-            jax.device_put(jax.device_get(params), params_sharding),
+            jax.device_put(params, params_sharding),
             jax.device_put(np.asarray(families.tokens()), tokens_sharding),
         )
         same_loss_and_grads(expected, (loss, models.unroll(changed, jax.device_get(grads))[1]))
@@ -374,7 +370,7 @@ def gathered_scores(model):
     return max(counts)
 
 
-@every_row(families.selects_tokens, **RARE)
+@every_row(families.selects_tokens, default=Grain.NONE, whole=Grain.KINDS)
 def test_devices_that_share_the_batch_gather_scores_alone(name):
     model = families.build(name)
     assert gathered(compiled_on("data", model)[0]) <= BATCH * LENGTH * gathered_scores(model)
