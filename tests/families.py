@@ -9,6 +9,7 @@ import dataclasses
 import enum
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -265,7 +266,7 @@ FAMILIES = {
         embedding_loss_gains=True,
         mup=dict(base_width=16),
         attention=dict(chunk=20, bias="qkv"),
-        mlp=experts(every=2),
+        mlp=experts(),
         dropout=dict(kind="elementwise"),
     ),
     "streams_mod": _streams(
@@ -417,9 +418,9 @@ class Grain(enum.IntEnum):
 
     NONE = 0  # no row
     ONE = 1  # the row with the most mechanisms
-    KINDS = 2  # the families, and the values of settings called `kind`
-    SELECTIONS = 3  # and of settings that select tokens, such as `train_selection`
-    CHOICES = 4  # and of all settings that have names as values
+    KINDS = 2  # families, and kinds of parts, such as `mlp.kind`
+    SELECTIONS = 3  # and values of settings that select tokens, such as `train_selection`
+    CHOICES = 4  # and values of all settings that have names as values
     ALL = 5  # and all other settings that a row changes, and pairs of kinds
 
 
@@ -428,24 +429,26 @@ def mechanisms(name, grain):
     found = {each: [] for each in Grain}
     for key, value in FAMILIES[name].changes.items():
         values = value if isinstance(value, tuple) else (value,)
-        if not all(isinstance(value, str) for value in values) or key.endswith(
-            ("experts", "sites")
-        ):
+        each = Grain.CHOICES
+        if re.fullmatch(r"family|\w+\.kind", key):
+            each = Grain.KINDS
+        elif key.endswith(("selection", "router", "routing", "target")):
+            each = Grain.SELECTIONS
+        is_choice = all(isinstance(value, str) for value in values)
+        if not is_choice or key in ("adapter.experts", "adapter.sites"):
             found[Grain.ALL].append(key)
         else:
-            kind = key.endswith(("family", "kind"))
-            selects = key.endswith(("selection", "router", "routing", "target"))
-            each = Grain.KINDS if kind else Grain.SELECTIONS if selects else Grain.CHOICES
             found[each] += [f"{key}={value}" for value in values]
     found[Grain.ALL] += itertools.combinations(found[Grain.KINDS], 2)
-    return {mechanism for each in Grain if each <= max(grain, 2) for mechanism in found[each]}
+    return {mechanism for each in Grain if each <= grain for mechanism in found[each]}
 
 
 def cover(names, grain, chosen=()):
     """Rows that have all mechanisms of `names`: `chosen`, then those with the most new ones."""
-    chosen, found = [*chosen], {name: mechanisms(name, grain) for name in names}
-    if grain in (Grain.NONE, Grain.ONE):
-        return chosen or sorted(found, key=lambda name: -len(found[name]))[: int(grain)]
+    chosen = [*chosen]
+    if grain <= Grain.ONE:
+        return chosen or cover(names, Grain.KINDS)[: int(grain)]
+    found = {name: mechanisms(name, grain) for name in names}
     missing = set().union(*found.values()).difference(*(found[name] for name in chosen))
     while missing:
         chosen.append(max(found, key=lambda name: len(found[name] & missing)))

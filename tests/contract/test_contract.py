@@ -44,7 +44,7 @@ REPORTING = {
     "recursion": {"router/recall": ["recursion_1", "recursion_2"]},
     "streams_moe": {
         "dropout/kept": ["embedding", *STREAMS[:2], "block_1/encoder_0", "block_1/decoder"],
-        "moe/entropy": ["block_1/encoder_0", "block_1/decoder"],
+        "moe/entropy": [*STREAMS[:2], "block_1/encoder_0", "block_1/decoder"],
     },
     # Of a level outside of its blocks: where it compresses, and the attention that spreads.
     "latent_masks": {
