@@ -558,7 +558,16 @@ def recomputed(jaxpr):
     return total
 
 
-@every_row(**RARE)
+def has_plain_backward(model):
+    """Whether each product has two in the backward pass: no gradient stops, and none is recomputed
+    beyond scores, as where probabilities are dropped."""
+    r, dropout = model.config.depth_routing, model.config.dropout
+    stops = not r.bce_reaches_input or "predictor" in r.trained_decisions
+    drops_probs = dropout.kind != "none" and "attention_probs" in dropout.sites
+    return not (families.skips_tokens(model) and stops) and not drops_probs
+
+
+@every_row(has_plain_backward, **RARE)
 def test_training_costs_three_times_the_forward_pass(name):
     """And the forward pass of training is the one that is counted."""
     model = families.build(name)
