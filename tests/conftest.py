@@ -79,15 +79,17 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("name", families.rows_of(*mark.args, **mark.kwargs, only=only))
 
 
+def _is_selected(item, family):
+    if not item.get_closest_marker("every_row"):
+        return not family
+    params = item.callspec.params
+    if family:
+        return params["name"] == family
+    return params.get("mesh") in (None, families.mesh_of(params["name"]))
+
+
 def pytest_collection_modifyitems(config, items):
-    if config.option.family:
-        # Without the tests that the row cannot have, for which pytest makes an item that skips.
-        items[:] = [
-            item
-            for item in items
-            if item.get_closest_marker("every_row")
-            and item.callspec.params["name"] == config.option.family
-        ]
+    items[:] = [item for item in items if _is_selected(item, config.option.family)]
     rows = families.cover(families.FAMILIES, families.Grain.KINDS)
     for item in items:
         row = item.callspec.params.get("name") if hasattr(item, "callspec") else None

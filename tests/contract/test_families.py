@@ -5,14 +5,13 @@ import collections
 import functools
 import math
 import re
-import zlib
 
 import families
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import BATCH, CHEAP, FAMILIES, LENGTH, RARE, VOCAB, Grain, every_row
+from families import BATCH, CHEAP, FAMILIES, LENGTH, MESHES, RARE, VOCAB, Grain, every_row
 from flax import linen as nn
 
 from efx import models
@@ -268,13 +267,6 @@ def test_scatters_that_promise_unique_indices_have_them(name):
 
 # ---- layers: scanned, recomputed, on eight devices ---------------------------------------------
 
-MESHES = {
-    "data": dict(data=8),
-    "mixed": dict(data=2, fsdp=2, tensor=2),
-    "expert": dict(data=2, fsdp=2, expert=2),
-    "sequence": dict(data=2, sequence=4),
-    "places and features": dict(data=2, tensor=2, sequence=2),
-}
 REMAT = {mesh: ("dots", "full")[i % 2] for i, mesh in enumerate(MESHES)}
 
 
@@ -329,9 +321,10 @@ def gathered(compiled):
     return max((math.prod(map(int, shape.split(","))) for shape in shapes), default=0)
 
 
+@pytest.mark.parametrize("mesh", MESHES)
 @every_row(whole=Grain.SELECTIONS)
-def test_scanned_and_recomputed_layers_on_eight_devices_are_the_plain_program(name, request):
-    """On one of the meshes, always the same one; with `--family` on each."""
+def test_scanned_and_recomputed_layers_on_eight_devices_are_the_plain_program(name, mesh):
+    """On the row's mesh; with `--family` on each."""
     model, variables, expected = plain(name)
     scanned = families.scanned(model)
     if scanned is not None:
@@ -345,19 +338,15 @@ def test_scanned_and_recomputed_layers_on_eight_devices_are_the_plain_program(na
         model, variables = scanned, stacked
     params = jax.device_get(variables["params"])
     state = {key: tree for key, tree in variables.items() if key != "params"}
-    meshes = list(MESHES)
-    if not request.config.getoption("--family"):
-        meshes = [meshes[zlib.crc32(name.encode()) % len(meshes)]]
-    for mesh in meshes:
-        changed = models.changed(model, remat=REMAT[mesh])
-        step, params_sharding, tokens_sharding = compiled_on(mesh, changed, state)
-        split = [sharding.is_fully_replicated for sharding in jax.tree.leaves(params_sharding)]
-        assert all(split) == (mesh in ("data", "sequence")), mesh
-        loss, grads = step(
-            jax.device_put(params, params_sharding),
-            jax.device_put(np.asarray(families.tokens()), tokens_sharding),
-        )
-        same_loss_and_grads(expected, (loss, models.unroll(changed, jax.device_get(grads))[1]))
+    changed = models.changed(model, remat=REMAT[mesh])
+    step, params_sharding, tokens_sharding = compiled_on(mesh, changed, state)
+    split = [sharding.is_fully_replicated for sharding in jax.tree.leaves(params_sharding)]
+    assert all(split) == (mesh in ("data", "sequence"))
+    loss, grads = step(
+        jax.device_put(params, params_sharding),
+        jax.device_put(np.asarray(families.tokens()), tokens_sharding),
+    )
+    same_loss_and_grads(expected, (loss, models.unroll(changed, jax.device_get(grads))[1]))
 
 
 def gathered_scores(model):
