@@ -388,7 +388,8 @@ def check_documents(held, tokens_BT, first, alone):
         other_BT = np.where(changed_BT, (tokens_BT + 1) % VOCAB, tokens_BT)
         after_BTV = held.logits(other_BT, *both[1:])
         kept_BT = ~changed_BT & (place_1T < last)
-        np.testing.assert_array_equal(after_BTV[kept_BT], before_BTV[kept_BT])
+        # Routed tokens of one document move the chunks of another, which add in another order.
+        np.testing.assert_allclose(after_BTV[kept_BT], before_BTV[kept_BT], atol=1e-5)
     if alone:
         held = Held(with_capacity_for_all(held.model), 0, held.variables)
         apart = row(np.roll(tokens_BT, -first, axis=1), last - first)
