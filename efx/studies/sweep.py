@@ -8,7 +8,8 @@ A sweep file is plain data: `get_sweep()` returns
          seeds=(0, 1, 2),
          equal="flops",                            # or "tokens", or "", see below
          runs={"name": {"model.depth": 8}, ...},   # changed settings; "config" is another file
-         columns={"title": "metric", ...})         # of metrics.jsonl, or "first|second|..."
+         columns={"title": "metric", ...},         # of metrics.jsonl, or "first|second|..."
+         depth=("name", "name"))                   # optional: runs of half and of full depth
 
 With equal="flops" or "tokens", the first run trains before the others, and all get as many FLOPs or
 tokens as it used; with "" the settings decide. Every command line is checked before the first run.
@@ -16,6 +17,10 @@ tokens as it used; with "" the settings decide. Every command line is checked be
 sweep resumes, and finished runs are not repeated. Arguments after `--` go to every run. The table,
 WORKDIR/table.md, compares each row with the first; WORKDIR/table.csv has a row for each run. They
 have no seconds if runs shared the machine (--jobs).
+
+With `depth` the table has the price of depth at equal tokens (SPEC section 8): `recovered`, the
+part of the gain of full depth over half depth that a model recovers, with its 95% interval, and
+`cost`, its part of their difference in FLOPs. Routed depth pays where recovered exceeds cost.
 """
 
 import math
@@ -28,7 +33,7 @@ from efx.errors import UsageError, nearest
 from efx.logging import quantity, tables
 from efx.studies import cli
 from efx.studies import runs as runs_lib
-from efx.studies.statistics import difference
+from efx.studies.statistics import difference, recovered_share
 
 KEYS = ("config", "seeds", "equal", "runs", "columns")
 COLUMNS = {
@@ -58,7 +63,7 @@ def load_file(kind, source, keys, optional=()):
 
 def load_sweep(source):
     """Return the checked dict of a sweep file."""
-    sweep = load_file("sweep", source, KEYS)
+    sweep = load_file("sweep", source, KEYS, optional=("depth",))
     check_seeds(f"--sweep={source}", sweep["seeds"])
     runs, columns = sweep["runs"], sweep["columns"]
     if (
@@ -69,6 +74,9 @@ def load_sweep(source):
         raise UsageError(f"--sweep={source}: runs={runs!r}: expected {{name: {{setting: value}}}}")
     if not isinstance(columns, dict) or not all(isinstance(c, str) for c in columns.values()):
         raise UsageError(f"--sweep={source}: columns={columns!r}: expected {{title: metric}}")
+    depth = sweep.get("depth", ())
+    if not isinstance(depth, tuple | list) or len(depth) not in (0, 2) or {*depth} - {*runs}:
+        raise UsageError(f"--sweep={source}: depth={depth!r}: expected two names of runs")
     if sweep["equal"] not in ("flops", "tokens", ""):
         raise UsageError(f"--sweep={source}: equal={sweep['equal']!r}: use 'flops', 'tokens' or ''")
     return sweep
@@ -133,7 +141,25 @@ def table_of(results, sweep):
         rows.append([name, *cells])
     titles = list(per_run)[2:]
     titles.insert(1, f"minus {first}")
-    return per_run, tables.markdown(["", *titles], rows)
+    if "depth" not in sweep:
+        return per_run, tables.markdown(["", *titles], rows)
+    flops = groups["training FLOPs"].mean()
+    priced = [row + _price_of_depth(row[0], stats, flops, *sweep["depth"]) for row in rows]
+    text = tables.markdown(["", *titles, "recovered", "cost"], priced)
+    half, full = sweep["depth"]
+    if math.isnan(recovered_share(stats[half], stats[full], stats[full])["recovered"]):
+        text += f"\n\n{full} is not significantly ahead of {half}: depth does not pay here."
+    return per_run, text
+
+
+def _price_of_depth(name, stats, flops, half, full):
+    """Return [recovered share of the gain of depth, share of its cost] of the runs of a name."""
+    if name in (half, full):
+        return [f"{float(name == full):.2f}"] * 2
+    share = recovered_share(stats[half], stats[full], stats[name])
+    cost = (flops[name] - flops[half]) / (flops[full] - flops[half])
+    cells = f"{share['recovered']:.2f} ({share['low']:.2f} to {share['high']:.2f})", f"{cost:.2f}"
+    return ["" if math.isnan(share["recovered"]) else cells[0], cells[1]]
 
 
 def _stats(values):

@@ -17,7 +17,6 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
-import test_families
 from hypothesis import strategies as st
 
 from efx import models
@@ -74,6 +73,9 @@ def routing(draw, depth, recursion, by_type=True, further=0):
         unused += ["slack"] * (changes["depth_routing.train_selection"] == "position")
         changes = {k: v for k, v in changes.items() if k.rpartition(".")[2] not in unused}
     if kind == "mod":
+        changes |= pick(draw, "depth_routing.", target=["block", "block", "attention", "mlp"])
+        if changes["depth_routing.target"] == "mlp":  # all tokens pass the attention
+            changes["depth_routing.kv_for_skipped"] = False
         if draw(st.booleans()):
             every = changes["depth_routing.every"] = draw(one_in(depth))
             count = depth // every + further // every
@@ -286,12 +288,11 @@ def build(members, bridges):
 def with_capacity_for_all(model):
     """The same with capacity for every token that routers select, in bridges too."""
     if hasattr(model, "anchor_model"):
-        members = tuple(map(test_families.with_capacity_for_all, model.augment_models))
         return model.clone(
-            anchor_model=test_families.with_capacity_for_all(model.anchor_model),
-            augment_models=members,
+            anchor_model=with_capacity_for_all(model.anchor_model),
+            augment_models=tuple(map(with_capacity_for_all, model.augment_models)),
         )
-    return test_families.with_capacity_for_all(model)
+    return families.with_capacity(model, slack=100.0)
 
 
 class Held:
@@ -391,7 +392,8 @@ def check_documents(held, tokens_BT, first, alone):
         other_BT = np.where(changed_BT, (tokens_BT + 1) % VOCAB, tokens_BT)
         after_BTV = held.logits(other_BT, *both[1:])
         kept_BT = ~changed_BT & (place_1T < last)
-        np.testing.assert_array_equal(after_BTV[kept_BT], before_BTV[kept_BT])
+        # Routed tokens of one document move the chunks of another, which add in another order.
+        np.testing.assert_allclose(after_BTV[kept_BT], before_BTV[kept_BT], atol=1e-5)
     if alone:
         held = Held(with_capacity_for_all(held.model), 0, held.variables)
         apart = row(np.roll(tokens_BT, -first, axis=1), last - first)

@@ -14,13 +14,14 @@ from study_helpers import error_line, logged_run
 
 pytest.importorskip("pandas", reason="the extra `studies` is not installed")
 
+import numpy as np
 import pandas as pd
 
 from efx import main
 from efx.composition import calm, cbtm, cbtm_table, phatgoose
 from efx.logging import tables
 from efx.parallel import signals
-from efx.studies import conversion, coord_check, isoflop, sweep
+from efx.studies import conversion, coord_check, isoflop, statistics, sweep
 from efx.studies import runs as runs_lib
 
 SWEEP = """
@@ -91,7 +92,7 @@ def test_equal_tokens_are_steps_of_each_batch(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("key, value", [
     ("seeds", 3), ("seeds", (0, 0)), ("equal", "steps"), ("runs", {}), ("runs", {"a": None}),
-    ("columns", ["eval/loss"]), ("column", {}),
+    ("columns", ["eval/loss"]), ("column", {}), ("depth", ("a",)), ("depth", ("a", "b")),
 ])  # fmt: skip
 def test_malformed_sweep_files_are_refused(key, value, tmp_path, capsys):
     path = tmp_path / "sweep.py"
@@ -116,6 +117,40 @@ def test_a_table_shows_diverged_seeds():
     assert cells["| c"][0] == "not finite"
     _, text = sweep.table_of(pd.DataFrame(rows[4:]), {"columns": {}})  # all diverged
     assert "| c | not finite |" in text
+
+
+def depth_table(losses):
+    """The table of runs {name: losses by seed}; each name costs a FLOP more than the one before."""
+    rows = [
+        {"name": name, "seed": seed, "eval/loss": loss, "flops": 4.0 + i}
+        for i, (name, values) in enumerate(losses.items())
+        for seed, loss in enumerate(values)
+    ]
+    sweep_file = {"columns": {}, "depth": ("half", "full")}
+    _, text = sweep.table_of(pd.DataFrame(rows), sweep_file)
+    return text, {row.split(" | ")[0].strip("| "): row for row in text.splitlines() if "|" in row}
+
+
+def test_the_price_of_depth_is_shown_where_depth_pays():
+    losses = {"half": [3.0, 3.01, 2.99], "routed": [2.9, 2.91, 2.89], "full": [2.6, 2.61, 2.59]}
+    text, rows = depth_table(losses)
+    assert "depth does not pay" not in text
+    # By hand: R = 0.1 / 0.4, and C = 1 FLOP of 2.
+    assert "| 0.25 (" in rows["routed"] and rows["routed"].endswith("| 0.50 |")
+    text, rows = depth_table(losses | {"full": [3.01, 2.98, 3.0]})
+    assert "depth does not pay" in text and rows["routed"].endswith("|  | 0.50 |")
+
+
+def test_intervals_of_the_recovered_share_cover_it():
+    draw, covered = np.random.default_rng(0), 0
+    for _ in range(1000):
+        half, full, other = (
+            (sample.mean(), sample.std(ddof=1), 4)
+            for sample in (draw.normal(mean, 0.01, 4) for mean in (3.0, 2.9, 2.94))
+        )
+        share = statistics.recovered_share(half, full, other)
+        covered += share["low"] < 0.6 < share["high"]
+    assert 930 < covered < 990
 
 
 def test_a_table_of_means_counts_diverged_seeds():
