@@ -1,10 +1,10 @@
-"""Every row of families whose parts can sleep: what evaluation logs of them moves when they do."""
+"""Of every row whose parts can sleep, evaluation logs metrics that move when they do."""
 
 import re
 
 import families
 import jax
-import pytest
+from families import every_row
 
 from efx.layers import batch_means
 from efx.train import health
@@ -25,20 +25,16 @@ CHOOSE = "mlp/router", "adapter/gate", "adapter/entrance", "adapter/entrance_bia
 MASK = tuple(f"mask_{name}" for name in "frequency phase shift linear query key value".split())
 # No parameter at 0 closes a gate.
 GATES = {"router/gate/(.+)", "moe/weight/(.+)", "adapter/gate/(.+)"}
-# One row of each kind of part; the others with `--all`.
-CHEAP = set("mod_options moe_expert_choice streams_masks latent_mod adapter_mod".split())
 
 
-def can_sleep(name):
-    model = families.build(name)
+def can_sleep(model):
     specs = model.blocks().values()
-    experts = any(block.moe for spec in specs for block in spec.blocks)
-    parts = experts, model.config.dropout.learned, any(spec.routing for spec in specs)
-    return any(parts) or model.config.family != "decoder" or "adapter.routing" in changes(name)
-
-
-def changes(name):
-    return families.FAMILIES[name].changes
+    experts = [block.moe for spec in specs for block in spec.blocks if block.moe]
+    routed = [spec for spec in specs if spec.routing]
+    adapter = getattr(model, "adapter", None)
+    composed = adapter and adapter.experts and adapter.routing != "uniform"
+    parts = experts, routed, composed, model.config.dropout.learned
+    return any(parts) or model.config.family != "decoder"
 
 
 def matching(metrics, is_met):
@@ -51,10 +47,7 @@ def matching(metrics, is_met):
     }
 
 
-SLEEPERS = [name for name in families.NAMES if can_sleep(name)]
-
-
-@pytest.mark.parametrize("name", families.rows(SLEEPERS, {*SLEEPERS} - CHEAP))
+@every_row(can_sleep)
 def test_a_part_that_sleeps_is_seen(name):
     model, state, params = families.build(name), families.state_of(name), families.params_of(name)
 
