@@ -49,7 +49,7 @@ def _depth_rows(model, length, passes):
         return {}
     rows = passes.loss("off", "routed_off") | {"eval/router/worth": passes.worth()}
     gates = passes.statistics("causal", ["router/gate/"]).values()
-    if gates:
+    if gates and routing.gate != "one":
         rows |= {"eval/router/gate_min": min(gates), "eval/router/gate_max": max(gates)}
     if routing.is_control:
         rows |= passes.loss("causal", routing.train_selection)

@@ -125,7 +125,15 @@ class Watch:
     def __init__(self):
         self._rules = list(RULES)
 
-    def __call__(self, metrics):
+    def __call__(self, metrics, trained=1.0):
+        """Warn of the parts that sleep.
+
+        Args:
+          metrics: of an evaluation.
+          trained: fraction of the training that is done. In the first tenth parts may sleep.
+        """
+        if trained <= 0.1:
+            return
         for rule in [*self._rules]:
             if line := rule.line(metrics):
                 self._rules.remove(rule)

@@ -364,8 +364,7 @@ class Trainer:
             self.scores[self.step] = metrics.get(self.config.checkpoint.best_metric)
             self.log.write(self.step, metrics)
             self.println(describe(self.step, metrics))
-            if self.step > self.experiment.steps / 10:  # until then parts may sleep
-                self.warn_of_sleep(metrics)
+            self.warn_of_sleep(metrics, self.step / self.experiment.steps)
         if "sample" in due:
             self._sample({"params": params, **self.state.variables})
         self.files.mirror.upload()

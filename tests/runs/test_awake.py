@@ -4,10 +4,11 @@ import jax.numpy as jnp
 import pytest
 
 from efx import api
+from efx.config.load import config_of_run
 from efx.configs import common
 from efx.logging import read_metrics
 from efx.routing import decisions
-from efx.train import health, trainer
+from efx.train import finished_run, health, trainer
 
 SMALL = {
     "steps": 250,
@@ -47,16 +48,18 @@ def test_routed_blocks_of_the_quick_run_are_awake(tmp_path, capsys):
 
 @pytest.mark.usefixtures("one_device")
 def test_closed_gates_are_warned_of_once(tmp_path, capsys, monkeypatch):
-    """After the first tenth of the training."""
+    """After the first tenth of the training, and by a later evaluation."""
     monkeypatch.setitem(decisions.GATES, "sigmoid", lambda r: 1e-4 * jnp.ones_like(r))
     monkeypatch.setattr(health, "warn", print)
     rows = train_twin(tmp_path, **{"steps": 20, "evaluate.every": 1, "evaluate.max_batches": 1})
     assert sum(abs(row.get("eval/router/worth", 1.0)) < 0.001 for row in rows) == 20
-    lines = capsys.readouterr().out.splitlines()
+    lines, tried = capsys.readouterr().out.splitlines(), "config.optim.lr_multipliers="
     (start,) = (i for i, line in enumerate(lines) if line.startswith("step 3: held-out loss"))
     worth, gate = lines[start + 1 : start + 3]
     assert "switching all of them off costs" in worth and "block_1: 0.0001 on the mean" in gate
-    advice = [line for line in lines if "config.optim.lr_multipliers=" in line]
-    assert advice == [worth, gate]
+    assert [line for line in lines if tried in line] == [worth, gate]
     trained = {name for row in rows for name in row if not name.startswith("eval/")}
     assert not [name for name in trained if "gate" in name or "increment" in name]
+    finished_run.evaluate(config_of_run(tmp_path), tmp_path)
+    again = [line for line in capsys.readouterr().out.splitlines() if tried in line]
+    assert len(again) == 2 and again[1] == gate
