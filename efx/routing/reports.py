@@ -10,6 +10,7 @@ from efx.layers.report import Report
 from efx.layers.stack import label
 
 AGREEMENT = ("accuracy", "precision", "recall")
+HEALTH = ("router/gate", "router/score_std", "router/increment")
 
 
 def routing_of(model):
@@ -47,10 +48,7 @@ def _depth_rows(model, length, passes):
     routing = routing_of(model)
     if routing is None:
         return {}
-    rows = passes.loss("off", "routed_off") | {"eval/router/worth": passes.worth()}
-    gates = passes.statistics("causal", ["router/gate/"]).values()
-    if gates and routing.gate != "one":
-        rows |= {"eval/router/gate_min": min(gates), "eval/router/gate_max": max(gates)}
+    rows = passes.loss("off", "routed_off") | _health_rows(routing, passes)
     if routing.is_control:
         rows |= passes.loss("causal", routing.train_selection)
         return rows | _routed_rows(model, length, "router", passes.means["causal"])
@@ -63,6 +61,19 @@ def _depth_rows(model, length, passes):
         rows |= passes.statistics("topk", [f"{prefix}/{key}" for key in AGREEMENT])
         rows |= _routed_rows(model, length, prefix, passes.means[selection])
     return rows
+
+
+def _health_rows(routing, passes):
+    """Worth of all routed blocks; gates, scores and increments of those that select any token."""
+    decided, rows = passes.statistics("causal", ["router/decided_fraction/"]), {}
+    for name, value in passes.statistics("causal", HEALTH).items():
+        block = name.split("/", 3)[3:]
+        if not block or decided[f"eval/router/decided_fraction/{block[0]}"] > 0:
+            rows[name] = value
+    gates = [value for name, value in rows.items() if name.startswith("eval/router/gate/")]
+    if gates and routing.gate != "one":
+        rows |= {"eval/router/gate_min": min(gates), "eval/router/gate_max": max(gates)}
+    return rows | {"eval/router/worth": passes.worth()}
 
 
 def _routed_rows(model, length, prefix, means):
@@ -97,7 +108,6 @@ DEPTH = Report(
         "router/capacity": " of tokens, capacity {:.1%}",
         "router/accuracy": "; decision accuracy {:.1%}",
     },
-    statistics=("router/gate", "router/score_std", "router/increment"),
     rows=_depth_rows,
     selections=_depth_selections,
 )

@@ -57,6 +57,12 @@ RULES = (
         low=1e-3,
     ),
     Rule(
+        "router/routed_fraction/(.+)",
+        "a routed block selects no token, {part}: {value} of all tokens",
+        _DEPTH,
+        low=1e-4,
+    ),
+    Rule(
         "router/gate/(.+)",
         "closed gates in {part}: {value} on the mean of selected tokens",
         _DEPTH,

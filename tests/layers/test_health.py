@@ -9,8 +9,13 @@ from routing_reference import GATES, LENGTH, activations, layer, run
 
 from efx.layers.call import Call
 from efx.models.adapters import Adapter, AdapterConfig
+from efx.routing.reports import DEPTH
+from efx.train.evaluator import Passes
+from efx.train.health import RULES
 
 HEALTH = ("gate", "gate_median", "score_std", "increment")
+FRACTIONS = ("decided_fraction", "pairs_fraction")
+NAMES = [f"router/{name}" for name in (*HEALTH, *FRACTIONS)]
 
 
 @pytest.mark.parametrize("gate", ["sigmoid", "identity"])
@@ -49,6 +54,19 @@ def test_a_negative_gate_is_not_a_closed_one():
 def test_only_the_causal_decision_of_evaluation_computes_health(selection):
     sown = run(*layer(), activations(), selection=selection)[1]
     assert not {f"router/{name}" for name in HEALTH} & set(sown)
+
+
+def test_a_block_without_selected_tokens_has_no_gate():
+    model, means = families.build("mod_options"), dict.fromkeys(NAMES, 0.3)
+    for block, gate in (("block_0", 0.0), ("block_1", 0.4)):
+        means |= {f"{name}/{block}": gate for name in NAMES}
+    means |= {f"router/overflow_fraction{end}": 0.0 for end in ("", "/block_0", "/block_1")}
+    passes = Passes({name: {"loss": 2.0, **means} for name in ("causal", "topk", "off")}, None)
+    rows = DEPTH.rows(model, families.LENGTH, passes)
+    assert "eval/router/gate/block_0" not in rows and rows["eval/router/gate_min"] == 0.4
+    lines = [line for rule in RULES if (line := rule.line(rows))]
+    assert len(lines) == 2 and "all of them off costs 0 nats" in lines[0]
+    assert "no token, block_0: 0 of all" in lines[1]
 
 
 def test_gate_of_an_adapter_by_hand():
