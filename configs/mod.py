@@ -49,7 +49,7 @@ VARIANTS = {
         "optim.name": "muon",
         "optim.learning_rate": 1e-2,
         # At Muon's rate the scores of some seeds fall until all gates are closed.
-        "optim.lr_multipliers": ((".*/router", 0.1),),
+        "optim.router_rate": 0.1,
         "optim.schedule.kind": "linear",
         "optim.schedule.final_fraction": 0.05,
         "checkpoint.every": 200,

@@ -23,14 +23,12 @@ BASE = {
     "sample.every": 0,
 }
 DENSE = {"model.depth_routing.kind": "none"}
-FAST = {"optim.lr_multipliers": ()}
-SLOW = {"optim.lr_multipliers": ((".*/router", 0.1),)}
+FAST = {"optim.router_rate": 1.0}
+SLOW = {"optim.router_rate": 0.1}
 POSITION = {"model.depth_routing.train_selection": "position"}
 ADAMW = {"optim.name": "adamw", "optim.learning_rate": 2e-3}
 # The square root of the capacity, for blocks that see an eighth of the tokens.
-SLOW_BLOCKS = {
-    "optim.lr_multipliers": ((".*/router", 0.1), (r"layers/block_[1357]/.*", 0.125**0.5))
-}
+SLOW_BLOCKS = SLOW | {"optim.lr_multipliers": ((r"layers/block_[1357]/(?!router).*", 0.125**0.5),)}
 
 
 def routed(**settings):
