@@ -566,9 +566,11 @@ def selects_tokens(model):
 
 
 def draws(model):
-    """Whether training selects tokens by random numbers, which depend on the row's number."""
-    control = model.config.depth_routing.control
-    return control is not None and control.draw is not None
+    """Whether training draws random numbers, which are others in each micro-batch."""
+    control, dropout = model.config.depth_routing.control, model.config.dropout
+    rounds = dropout.kind == "attention" and dropout.attention.rounding == "stochastic"
+    selects = control is not None and control.draw is not None
+    return selects or rounds or dropout.kind == "standard"
 
 
 def can_pack(model):

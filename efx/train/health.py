@@ -47,7 +47,10 @@ class Rule:
 
 
 _ROUTERS = "try a tenth of the routers' rate, config.optim.lr_multipliers=(('.*/router', 0.1),)"
-_DEPTH = f"{_ROUTERS}, or another router_norm, gate or target of config.model.depth_routing"
+_DEPTH = (
+    "try config.optim.router_rate=0.1, or another router_norm, gate or target of "
+    "config.model.depth_routing"
+)
 _RATE = "try a lower config.optim.learning_rate"
 RULES = (
     Rule(

@@ -53,7 +53,7 @@ def test_closed_gates_are_warned_of_once(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(health, "warn", print)
     rows = train_twin(tmp_path, **{"steps": 20, "evaluate.every": 1, "evaluate.max_batches": 1})
     assert sum(abs(row.get("eval/router/worth", 1.0)) < 0.001 for row in rows) == 20
-    lines, tried = capsys.readouterr().out.splitlines(), "config.optim.lr_multipliers="
+    lines, tried = capsys.readouterr().out.splitlines(), "config.optim.router_rate="
     (start,) = (i for i, line in enumerate(lines) if line.startswith("step 3: held-out loss"))
     worth, gate = lines[start + 1 : start + 3]
     assert "switching all of them off costs" in worth and "block_1: 0.0001 on the mean" in gate
