@@ -27,7 +27,7 @@ from efx.config.run import SampleConfig
 from efx.config.schema import make
 from efx.errors import UsageError
 from efx.layers import kv_cache
-from efx.layers.stack import label
+from efx.layers.report import label
 from efx.parallel import sharding
 from efx.train import memory
 

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from efx.config import schema
-from efx.routing import controls, decisions, selection
+from efx.layers import selection
+from efx.routing import controls, decisions
 from efx.routing.config import DepthRoutingConfig
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import struct
 
-from efx.routing import selection
+from efx.layers import selection
 
 
 @struct.dataclass

@@ -21,14 +21,13 @@ import optax
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from efx.layers import batch_means
+from efx.layers import admission, batch_means, selection
 from efx.layers.config import MoEConfig
 from efx.layers.linear import broadcast, mark_projection
 from efx.layers.mlp import MLP, activate
 from efx.layers.report import sow_choice
 from efx.parallel.collectives import exchange
 from efx.parallel.sharding import constrain, parameter
-from efx.routing import admission, selection
 
 ROUTER_STD = 0.02
 # Logical axes of [E, B, C, D]: a device gathers tokens of its rows, then sends them to the devices

@@ -24,18 +24,17 @@ import optax
 from flax import linen as nn
 
 from efx.config.schema import AtLeastOne, Count, Fraction, Number, block, check_regex
-from efx.layers import batch_means, flops
+from efx.layers import batch_means, flops, selection
+from efx.layers.admission import admit_new_tokens
 from efx.layers.call import Call
 from efx.layers.linear import Linear, dot_float32
 from efx.layers.mlp import exact_gelu
 from efx.layers.moe import ROUTER_STD, largest_indices, select_topk
 from efx.layers.norms import LayerNorm
 from efx.layers.report import Report, sow_choice
-from efx.layers.stack import first_of_scanned, first_of_unrolled, period
 from efx.models.language_model import unrolled
+from efx.models.stack import first_of_scanned, first_of_unrolled, period
 from efx.parallel.sharding import only_shapes, parameter
-from efx.routing import selection
-from efx.routing.admission import admit_new_tokens
 
 ADAPTERS = Report({"adapter/experts_per_token": "; {:.2f} experts a token"}, ("adapter/",))
 

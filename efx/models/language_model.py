@@ -7,12 +7,13 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx.errors import UsageError
-from efx.layers import attend, costs, flops, mup
+from efx.layers import attend, flops, mup
 from efx.layers.block import with_dropout
 from efx.layers.call import CacheView, Call
 from efx.layers.learned_dropout import make_dropout, make_mask_input
 from efx.layers.linear import Embedding, Linear, broadcast
-from efx.layers.stack import by_path
+from efx.models import costs
+from efx.models.stack import by_path
 from efx.parallel.collectives import reshard
 from efx.parallel.sharding import constrain
 from efx.routing.controls import TokenPlacement

@@ -16,7 +16,8 @@ from efx.config.schema import (
     block,
 )
 from efx.errors import UsageError
-from efx.routing import controls, selection
+from efx.layers import selection
+from efx.routing import controls
 from efx.routing.decisions import DECISIONS, GATES
 
 Decision = Literal[tuple(DECISIONS)]

@@ -20,9 +20,8 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from efx.layers import batch_means, flops
+from efx.layers import batch_means, flops, selection
 from efx.parallel.sharding import parameter
-from efx.routing import selection
 
 # Factor on the increment of a selected token, as a function of its score.
 GATES = {

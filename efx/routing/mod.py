@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from efx.layers import batch_means
+from efx.layers import admission, batch_means, selection
 from efx.layers.block import SkipMLP
 from efx.layers.linear import dot_float32
 from efx.layers.moe import ROUTER_STD
@@ -26,7 +26,7 @@ from efx.layers.norms import RMSNorm
 from efx.layers.report import sow_choice
 from efx.parallel import sharding
 from efx.parallel.sharding import parameter
-from efx.routing import admission, controls, decisions, selection
+from efx.routing import controls, decisions
 from efx.routing.config import DepthRoutingConfig
 from efx.routing.decisions import DECISIONS, GATES
 

@@ -6,8 +6,7 @@ measured in the pass that routes by this decision.
 """
 
 from efx.config.schema import replaced
-from efx.layers.report import Report
-from efx.layers.stack import label
+from efx.layers.report import Report, label
 
 AGREEMENT = ("accuracy", "precision", "recall")
 

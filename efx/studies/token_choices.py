@@ -15,8 +15,7 @@ from flax import linen as nn
 
 from efx import models
 from efx.errors import UsageError
-from efx.layers.report import CHOICES
-from efx.layers.stack import label
+from efx.layers.report import CHOICES, label
 
 # {quantity: (kind of its values, meaning)}, in the order of the page.
 QUANTITIES = {

@@ -15,9 +15,9 @@ from flax import linen as nn
 from routing_reference import np_admit
 
 from efx import models
-from efx.layers import attend, batch_means, flops, stack
+from efx.layers import attend, batch_means, flops, selection
 from efx.layers.block import Block
-from efx.routing import selection
+from efx.models import stack
 
 CONTEXT = 24
 LENGTHS = np.array([24, 17, 6, 1])  # tokens of the rows of a batch

@@ -22,13 +22,13 @@ from flax import linen as nn
 from efx import models
 from efx.config import schema
 from efx.layers import attend, flops
+from efx.layers import selection as selection_lib
 from efx.layers.attention import Attention
 from efx.layers.mlp import MLP
 from efx.layers.moe import MoE
 from efx.layers.soft_experts import SoftMLP
-from efx.layers.stack import Layer, period, scan_params
+from efx.models.stack import Layer, period, scan_params
 from efx.parallel import sharding
-from efx.routing import selection as selection_lib
 
 every_family = pytest.mark.parametrize("name", families.rows(HELD))
 

@@ -12,10 +12,11 @@ from refusals import refused
 
 from efx import models
 from efx.configs import common
+from efx.layers import selection
 from efx.layers.call import Call
-from efx.layers.stack import Layer
+from efx.models.stack import Layer
 from efx.parallel import sharding
-from efx.routing import controls, selection
+from efx.routing import controls
 from efx.train.evaluator import Evaluator, describe
 from efx.train.step import evaluation_keys
 

@@ -17,7 +17,7 @@ from scipy.special import erf, expit, softmax
 
 from efx import models, sampling
 from efx.configs import common
-from efx.layers import flops
+from efx.layers import flops, selection
 from efx.layers.call import CacheView, Call
 from efx.layers.config import MoEConfig
 from efx.layers.moe import (
@@ -27,9 +27,8 @@ from efx.layers.moe import (
     sum_over_experts,
     warn_if_router_is_untrained,
 )
+from efx.layers.selection import HEADROOM
 from efx.parallel import sharding
-from efx.routing import selection
-from efx.routing.selection import HEADROOM
 from efx.train.evaluator import Evaluator
 
 B, T, D, F = 3, 32, 12, 10

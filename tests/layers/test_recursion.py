@@ -12,9 +12,10 @@ from flax import linen as nn
 from routing_reference import GATES, norm, np_admit, np_layer, np_mlp, np_topk
 
 from efx import models
-from efx.layers import flops, stack
+from efx.layers import flops
+from efx.layers import selection as routing_selection
 from efx.layers.call import Call
-from efx.routing import selection as routing_selection
+from efx.models import stack
 from efx.routing.mod import MoDBlock
 
 LENGTH = families.LENGTH

@@ -2,8 +2,7 @@
 
 import jax.numpy as jnp
 
-from efx.layers import kv_cache
-from efx.routing import selection
+from efx.layers import kv_cache, selection
 
 
 def admit_new_tokens(module, selected, rate, call, names):
