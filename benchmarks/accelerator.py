@@ -216,7 +216,7 @@ def characters(args):
             words += ["--config.train.dtype=bfloat16"]
             subprocess.run([sys.executable, "-m", "efx.main", *words], check=True)
             rows = read_metrics(folder)
-            best = min(row["eval/loss"] for row in rows if "eval/loss" in row)
+            best = min(row["eval/loss"] for row in rows if row.get("eval/loss") is not None)
             row = {"best_loss": best, "seconds": max(row.get("seconds", 0) for row in rows)}
             yield f"nanoGPT's characters, {name}, seed {seed}", row
 

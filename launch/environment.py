@@ -2,9 +2,10 @@
 
     python launch/environment.py VENV [EXTRA,EXTRA...]
 
-environment.sh finds a Python for it. Messages go to stderr. VENV/efx-installed lists the installed
-requirements: nothing is installed while it has all that are needed. The tasks of an array job start
-together: one process installs, and the others wait for VENV.lock.
+environment.sh finds a Python for it. Installs requirements.txt, and the extras in the versions of
+constraints.txt. Messages go to stderr. VENV/efx-installed lists the installed requirements: nothing
+is installed while it has all that are needed. The tasks of an array job start together: one process
+installs, and the others wait for VENV.lock.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+REQUIREMENTS, CONSTRAINTS = ROOT / "requirements.txt", ROOT / "constraints.txt"
 
 
 def fail(message, status=1):
@@ -25,14 +27,14 @@ def fail(message, status=1):
 
 
 def requirements(extras):
-    """Return the lines of requirements.txt and the requirements of the extras."""
+    """Return the lines of requirements.txt and constraints.txt, and those of the extras."""
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for extra in extras:
         if extra not in known:
             choices = ", ".join(sorted(known))
             fail(f"EFX_EXTRAS={','.join(extras)}: unknown extra {extra!r}; use {choices}", status=2)
-    pins = (ROOT / "requirements.txt").read_text().splitlines()
-    return set(pins), {line for extra in extras for line in known[extra]}
+    pins = REQUIREMENTS.read_text() + CONSTRAINTS.read_text()
+    return set(pins.splitlines()), {line for extra in extras for line in known[extra]}
 
 
 def installed(venv):
@@ -63,7 +65,7 @@ def install(python, extras):
     command = [python, "-m", "pip", "install", "-qq", "--no-compile"]
     if shutil.which("uv"):
         command = ["uv", "pip", "install", "-q", "--python", python]
-    run(*command, "-r", ROOT / "requirements.txt", *extras)
+    run(*command, "-r", REQUIREMENTS, "-c", CONSTRAINTS, *extras)
     # pip compiles on one core, this on all. A file that does not compile does no harm.
     compile_all = [python, "-m", "compileall", "-qq", "-j0", "-x", "/tests/"]
     subprocess.run([*compile_all, python.parent.parent / "lib"], stdout=sys.stderr)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Prints the path of a Python with efx's requirements, in a virtual environment that it creates the
-# first time and updates when requirements.txt has changed. The other scripts call it first.
+# first time and updates when the pinned versions have changed. The other scripts call it first.
 #
 # EFX_PYTHON   the Python to create it with (default: the first of python3.11, python3.12,
 #              python3.13, python3, python that is 3.11 or newer)

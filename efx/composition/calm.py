@@ -11,6 +11,8 @@ is the best of the anchor and the domains' models. Arguments after `--` go to ev
 
 import sys
 
+import numpy as np
+
 from efx.composition import study as study_lib
 from efx.errors import UsageError
 
@@ -39,7 +41,9 @@ def rows(study):
     losses = {"anchor": study.row("anchor")}
     for name in list(study.domains)[1:]:
         losses[f"model of {name}"] = study.row(f"augment_{name}")
-    best = {domain: min(row[domain] for row in losses.values()) for domain in study.domains}
+    single = list(losses.values())
+    # fmin ignores the NaN of a model that diverged.
+    best = {domain: np.fmin.reduce([row[domain] for row in single]) for domain in study.domains}
     losses["best single"] = best
     losses["anchor, trained on with the mixture"] = study.row("finetune")
     losses["bridges on the mixture (CALM)"] = study.row("bridge")

@@ -10,23 +10,17 @@ import json
 import re
 
 import numpy as np
+from k_means_constrained import KMeansConstrained
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
+from sklearn.decomposition import TruncatedSVD
+from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS, TfidfVectorizer
+from sklearn.metrics.pairwise import euclidean_distances
+from sklearn.preprocessing import normalize
 
 from efx import io
 from efx.data.disk_cache import content_key
-from efx.errors import UsageError, extra
-
-try:
-    from k_means_constrained import KMeansConstrained
-    from sklearn.decomposition import TruncatedSVD
-    from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS, TfidfVectorizer
-    from sklearn.metrics.pairwise import euclidean_distances
-    from sklearn.preprocessing import normalize
-except ImportError as error:
-    raise UsageError(
-        f"clustering needs {extra('studies')}: {error.name} is not installed"
-    ) from None
+from efx.errors import UsageError
 
 ARRAYS, ABOUT = "clustering.safetensors", "clustering.json"
 

@@ -6,7 +6,6 @@ decoders are written with modeling_efx.py, which computes them in PyTorch.
 
 import itertools
 import json
-import operator
 import re
 import shutil
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from efx import io, models, run_dir
+from efx.config import schema
 from efx.config.load import to_config
 from efx.data.bpe import END_OF_TEXT, byte_of_character
 from efx.data.tokenizers import ByteTokenizer, CharTokenizer
@@ -129,42 +129,78 @@ def _write_arrays(folder, arrays, dtype, shard_size):
 
 # ---- models of modeling_efx.py -------------------------------------------------------------------
 
-# {setting of `config.model`: values that modeling_efx.py computes}
-_EXPORTED = {
+# {setting of `config.model`: values that modeling_efx.py computes; None: decided by the preset}
+_VALUES = {
+    "block_kind": ("pre_norm", "post_norm", "parallel"),
+    "norm": (None, "rmsnorm", "layernorm"),
+    "positions": (None, "rope", "learned", "none"),
+    "attention.bias": (None, "none", "qkv", "all"),
+    "attention.rope_scaling.kind": ("none", "linear", "llama3"),
+    "attention.qk_norm": ("none", "head", "width"),
+    "attention.softcap": (0.0,),
+    "mlp.kind": ("dense", "moe"),
+    "mlp.activation": (None, "swiglu", "gelu", "gelu_tanh"),
+    "mlp.moe.router": ("token_choice",),
     "dropout.kind": ("none", "standard"),
     "soft_experts.num": (0,),
     "dense_former.on": (False,),
-    "attention.softcap": (0.0,),
-}
-_EXPORTED_ROUTING = {
-    "depth_routing.kind": ("mod",),
+    "depth_routing.kind": ("none", "mod"),
     "depth_routing.target": ("block",),
+    "depth_routing.router_norm": ("none", "rms"),
+    "depth_routing.gate": ("identity", "sigmoid", "tanh", "twice_sigmoid", "one"),
+    "depth_routing.train_selection": ("topk", "threshold"),
+    "depth_routing.causal": ("aux_loss", "threshold", "predictor"),
     "depth_routing.kv_for_skipped": (False,),
     "depth_routing.skip_mlp": (0,),
-    "depth_routing.train_selection": ("topk", "threshold"),
 }
+# Settings that modeling_efx.py computes with every value, or that do not change a trained model.
+_EVERY_VALUE = frozenset(
+    """family preset context width depth norm_eps init_std logit_softcap vocab_multiple scan_layers
+    remat initialisation use_bias tied mup.base_width mup.zero_head
+
+    attention.num_heads attention.num_kv_heads attention.head_dim attention.rope_theta
+    attention.rope_fraction attention.no_rope_every attention.rope_scaling.factor
+    attention.rope_scaling.original_context attention.rope_scaling.low_frequency_factor
+    attention.rope_scaling.high_frequency_factor attention.score_factor attention.window
+    attention.chunk attention.kernel
+
+    mlp.hidden mlp.multiple_of mlp.moe.every mlp.moe.num_experts mlp.moe.expert_hidden
+    mlp.moe.top_k mlp.moe.renormalise mlp.moe.capacity_factor mlp.moe.capacity mlp.moe.slack
+    mlp.moe.num_shared mlp.moe.num_noop mlp.moe.computed_fraction dropout.rate dropout.sites
+
+    depth_routing.recursions depth_routing.every depth_routing.blocks depth_routing.capacity
+    depth_routing.capacity_stages depth_routing.also_train depth_routing.predictor_hidden
+    depth_routing.threshold_decay depth_routing.threshold_warmup depth_routing.bce_reaches_input
+    depth_routing.slack""".split()
+)
 
 
 def check_exportable(c, adapter):
     """Raise UsageError for a model that cannot be exported.
+
+    A setting that is in neither table must have its default.
 
     Args:
       c: `config.model`. adapter: kind of the adapters.
     """
     if adapter != "none":
         raise UsageError(f"config.adapter.kind={adapter!r}: cannot be exported; export the base")
-    exported = {"family": ("decoder",)}
-    if c.family == "decoder":
-        exported |= _EXPORTED
-        if c.depth_routing.kind != "none":
-            exported |= _EXPORTED_ROUTING
-        if c.mlp.kind == "moe":
-            exported["mlp.moe.router"] = ("token_choice",)
-    for key, values in exported.items():
-        value = operator.attrgetter(key)(c)
-        if value not in values:
+    if c.family != "decoder":
+        raise UsageError(f"config.model.family={c.family!r}: cannot be exported, only 'decoder'")
+    unused = ("dropout.elementwise.", "dropout.attention.")
+    for is_used, part in (
+        (c.soft_experts.num, "soft_experts."),
+        (c.depth_routing.kind != "none", "depth_routing."),
+        (c.mlp.kind != "dense", "mlp.moe."),
+    ):
+        unused += () if is_used else (part,)
+    default_of = {name: value for name, _, value in schema.leaves(type(c)())}
+    for name, _, value in schema.leaves(c):
+        key = name.removeprefix("config.model.")
+        values = _VALUES.get(key, (default_of[name],))
+        if value not in values and key not in _EVERY_VALUE and not key.startswith(unused):
             known = " or ".join(map(repr, values))
-            raise UsageError(f"config.model.{key}={value!r}: cannot be exported, only {known}")
+            raise UsageError(f"{name}={value!r}: cannot be exported, only {known}")
 
 
 def efx_config(model):
@@ -303,6 +339,7 @@ def tokenizer_files(tokenizer, context):
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,  # text never encodes to a special token
         # Without this transformers 4 also makes token_type_ids, which `generate` refuses.
         "model_input_names": ["input_ids", "attention_mask"],
         **names,
@@ -342,7 +379,9 @@ def _library_form(tokenizer):
         return text, {key: name for key, name in names.items() if name is not None}
     if isinstance(tokenizer, CharTokenizer):
         vocabulary = {character: i for i, character in enumerate(tokenizer.characters)}
-        inner = library.Tokenizer(library.models.BPE(vocabulary, []))
+        # A name that is no token: the library raises an error with it instead of dropping text.
+        unknown = "a character outside of the vocabulary"
+        inner = library.Tokenizer(library.models.BPE(vocabulary, [], unk_token=unknown))
         inner.decoder = library.decoders.Fuse()
         return inner.to_str(), {}
     inner = library.Tokenizer(library.models.BPE(byte_of_character(), []))

@@ -29,7 +29,10 @@ from torch import nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 
+# Name of the cache in arguments and outputs: transformers 5.24 renamed it.
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past_key_values"
 GATES = {
     "identity": lambda score: score,
     "sigmoid": torch.sigmoid,
@@ -41,7 +44,7 @@ GATES = {
 
 class EfxConfig(PretrainedConfig):
     model_type = "efx"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = [CACHE]
 
     vocab_size = 257
     hidden_size = 128
@@ -78,9 +81,10 @@ class EfxConfig(PretrainedConfig):
 # ---- tokens and their cache ----------------------------------------------------------------------
 
 
-def compact(mask_BT):
-    """(indices of the True entries of each row [B, C], mask of the used slots [B, C])."""
-    slots = int(mask_BT.sum(dim=1).max())
+def compact(mask_BT, least=0):
+    """(indices of the True entries of each row [B, C], mask of the used slots [B, C]); C is at
+    least `least`."""
+    slots = max(least, int(mask_BT.sum(dim=1).max()))
     index_BC = torch.argsort((~mask_BT).int(), dim=1, stable=True)[:, :slots]
     return index_BC, mask_BT.gather(1, index_BC)
 
@@ -99,7 +103,7 @@ def take(x, index_BC):
 class EfxCache:
     """KV cache, used like transformers' `Cache`. Each layer caches the tokens that it computes."""
 
-    is_compileable = False  # read by `generate`
+    is_compileable, is_linear = False, (False,)  # read by `generate`
 
     def __init__(self):
         self.attention_mask = None  # [B, S] of all tokens read
@@ -362,7 +366,9 @@ class EfxRoutedBlock(EfxBlock):
             first, activation, last = self.predictor
             logit_BT = in_float32(last, activation(in_float32(first, router_in_BTD)))[..., 0]
         admitted_BT, count_BT = tokens.admit(logit_BT > 0, self.rate, (self.layer_idx, None))
-        index_BC, is_used_BC = compact(admitted_BT)
+        # In training at least one slot, so that all parameters have gradients, as
+        # DistributedDataParallel requires.
+        index_BC, is_used_BC = compact(admitted_BT, least=int(torch.is_grad_enabled()))
         if index_BC.shape[1] == 0:
             return x_BTD
         places_BC = take(tokens.places_BT, index_BC).masked_fill(~is_used_BC, -1)
@@ -370,6 +376,7 @@ class EfxRoutedBlock(EfxBlock):
         selected = Tokens(places_BC, positions_BC, count_BC, tokens.cache)
         delta_BCD = self.increment(take(x_BTD, index_BC), selected)
         gate_BC = GATES[self.routing["gate"]](take(score_BT, index_BC)) * is_used_BC
+        gate_BC = gate_BC + 0 * take(logit_BT, index_BC)  # a gradient of 0 for the decision
         delta_BCD = (delta_BCD * gate_BC[..., None]).to(x_BTD.dtype)
         return x_BTD.scatter_add(1, index_BC[..., None].expand_as(delta_BCD), delta_BCD)
 
@@ -390,12 +397,18 @@ class EfxModel(nn.Module):
         )
         self.norm = make_norm(config)
 
-    def forward(self, x_BTD, tokens):
+    def forward(self, x_BTD, tokens, output_hidden_states=False):
+        """Features [B, T, D], and None or a tuple: the embeddings, the output of each block but
+        the last, and the features."""
         if self.embed_positions is not None:
             x_BTD = x_BTD + self.embed_positions(tokens.positions_BT.clamp(min=0))
+        states = []
         for layer in self.layers:
+            if output_hidden_states:
+                states.append(x_BTD)
             x_BTD = layer(x_BTD, tokens)
-        return self.norm(x_BTD)
+        x_BTD = self.norm(x_BTD)
+        return x_BTD, (*states, x_BTD) if output_hidden_states else None
 
 
 class EfxForCausalLM(PreTrainedModel, GenerationMixin):
@@ -413,6 +426,12 @@ class EfxForCausalLM(PreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
+        """Let `generate` hold an `EfxCache` from the start."""
+        if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
+            model_kwargs[CACHE] = EfxCache()
+
+    @can_return_tuple
     def forward(
         self,
         input_ids=None,
@@ -422,11 +441,14 @@ class EfxForCausalLM(PreTrainedModel, GenerationMixin):
         inputs_embeds=None,
         labels=None,
         use_cache=None,
-        cache_position=None,
         logits_to_keep=0,
+        output_hidden_states=None,
+        output_attentions=None,
+        cache=None,
         **kwargs,
     ):
-        """Logits [B, T, V] in float32, the cache, and the loss if there are labels.
+        """Logits [B, T, V] in float32, the cache, the hidden states if they are requested, and the
+        loss if there are labels.
 
         Args:
           attention_mask: [B, S] of cached and new tokens; 0 for padding, on either side.
@@ -434,12 +456,18 @@ class EfxForCausalLM(PreTrainedModel, GenerationMixin):
             rows are not cached.
           use_cache: None: `config.use_cache`, but not in training and not for packed rows.
           logits_to_keep: number of last tokens, or indices of tokens; 0: all.
+          cache: another name of `past_key_values`.
           kwargs: of transformers' loss, such as `num_items_in_batch`, the number of labels by which
             the sum of the losses is divided; without it, those of this batch.
         """
+        if output_attentions or self.config.output_attentions:
+            raise ValueError("output_attentions=True: not supported; leave it out")
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        cache = past_key_values if cache is None else cache
         x_BTD = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        tokens = self.tokens(x_BTD, attention_mask, position_ids, past_key_values, use_cache)
-        x_BTD = self.model(x_BTD, tokens)
+        tokens = self.tokens(x_BTD, attention_mask, position_ids, cache, use_cache)
+        x_BTD, states = self.model(x_BTD, tokens, output_hidden_states)
         if isinstance(logits_to_keep, int):
             logits_to_keep = slice(-logits_to_keep, None)
         logits_BTV = self.lm_head(x_BTD[:, logits_to_keep]).float() * self.config.logit_scale
@@ -449,11 +477,12 @@ class EfxForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits_BTV, labels, self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=tokens.cache)
+        outputs = dict(loss=loss, logits=logits_BTV, hidden_states=states)
+        return CausalLMOutputWithPast(**outputs, **{CACHE: tokens.cache})
 
     def tokens(self, x_BTD, attention_mask, position_ids, cache, use_cache):
         """The `Tokens` of these embeddings; arguments as of `forward`."""
-        if not isinstance(cache, EfxCache):  # `generate` passes an empty cache of transformers
+        if not isinstance(cache, EfxCache):  # an empty cache of transformers is replaced
             if cache is not None and cache.get_seq_length():
                 raise ValueError(f"past_key_values={type(cache).__name__}: pass an EfxCache")
             cache = None

@@ -71,7 +71,8 @@ class Block(nn.Module):
         if dropout is not None and c.dropout.skips and c.moe is None:
             if not (call.train or self.is_initializing()):
                 return self._mlp_of_kept_tokens(y_BTD, call)
-        return with_dropout(dropout, norm_output(c, norm, self.mlp(y_BTD, call)), call)
+        m_BTD = self.mlp(y_BTD) if c.moe is None else self.mlp(y_BTD, call)
+        return with_dropout(dropout, norm_output(c, norm, m_BTD), call)
 
     def _mlp_of_kept_tokens(self, y_BTD, call):
         """The MLP for tokens whose mask is not all 0; sows their fraction into `stats`."""

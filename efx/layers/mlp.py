@@ -37,9 +37,8 @@ class MLP(nn.Module):
     dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, x_BTD, call=None):
-        """[B, T, D] -> [B, T, D]. `call` is not used; MLPs with experts use it."""
-
+    def __call__(self, x_BTD):
+        """[B, T, D] -> [B, T, D]."""
         options, width = (self.use_bias, self.dtype), x_BTD.shape[-1]
 
         def project(name):

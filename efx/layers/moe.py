@@ -117,7 +117,7 @@ class MoE(MLP):
         self.sow("intermediates", "router_logits", logits_BTE)
         y_BTD = jnp.zeros(x_BTD.shape, jnp.float32)
         if c.num_shared:
-            y_BTD += MLP(c.num_shared * self.hidden, *options, name="shared")(x_BTD, call)
+            y_BTD += MLP(c.num_shared * self.hidden, *options, name="shared")(x_BTD)
         if call.selection != "off" or not c.num_noop:
             choose = self._token_choice if c.router == "token_choice" else self._expert_choice
             y_BTD += choose(experts, x_BTD, logits_BTE, call)

@@ -1,48 +1,29 @@
-"""Tables of results: cells as text, Markdown, and files of a table and its numbers.
+"""Tables of results over seeds: Markdown, and files of a table and its numbers."""
 
-A cell is a number, a text, None (empty), the `summary` of several seeds, or a fitted number with
-its interval, {"mean": x, "interval": [low, high]}, in which None is infinity. A dict may have a
-"note".
-"""
-
+import math
 import statistics
 
 from efx import io
-from efx.logging import quantity
+
+LOSS = "held-out loss (nats)"
+LOSSES = (LOSS, "loss", "mean")  # titles of columns that every run has, unless it diverged
 
 
-def summary(values):
-    """Return {mean, spread, n, values}; spread is the standard deviation, absent for one value."""
-    fields = {"mean": statistics.fmean(values), "n": len(values), "values": list(values)}
-    return fields | ({"spread": statistics.stdev(values)} if len(values) > 1 else {})
+def mean_and_spread(title, values):
+    """Return "1.2345 ± 0.0678 (1 not finite)": mean and standard deviation of the finite values.
 
-
-def number(value, form):
-    """Return a number as text.
+    Without any: "not finite" for a loss, and "" for a column that these runs do not have.
 
     Args:
-      form: a format such as ".4f", or "quantity" (1.54M), or "FLOPs" (1.54 MFLOPs).
+      values: a Series.
     """
-    if form in ("quantity", "FLOPs"):
-        return quantity(value, "FLOPs" if form == "FLOPs" else "")
-    return format(value, form)
-
-
-def text(cell, form):
-    """Return a cell as text: "1.2345 ± 0.0678 (note)" or "1.2345 (1.1000 to 1.3000; note)"."""
-    if cell is None or isinstance(cell, str):
-        return cell or ""
-    if not isinstance(cell, dict):
-        return number(cell, form)
-    spread = f" ± {number(cell['spread'], form)}" if "spread" in cell else ""
-    ends = ["∞" if end is None else number(end, form) for end in cell.get("interval", ())]
-    notes = [note for note in (" to ".join(ends), cell.get("note")) if note]
-    return number(cell["mean"], form) + spread + (f" ({'; '.join(notes)})" if notes else "")
-
-
-def mean_and_spread(values):
-    """Return "1.2345 ± 0.0678": mean and standard deviation, or one value alone."""
-    return text(summary(values), ".4f")
+    finite = [value for value in values.astype(float) if math.isfinite(value)]
+    if not finite:
+        return "not finite" if title in LOSSES else ""
+    spread = f" ± {statistics.stdev(finite):.4f}" if len(finite) > 1 else ""
+    diverged = len(values) - len(finite)
+    note = f" ({diverged} not finite)" if diverged else ""
+    return f"{statistics.fmean(finite):.4f}{spread}{note}"
 
 
 def means_markdown(table):
@@ -54,8 +35,7 @@ def means_markdown(table):
     groups = table.drop(columns="seed").groupby("name", sort=False)
     titles, rows = [column for column in table if column not in ("name", "seed")], []
     for name, group in groups:
-        known = [group[title].dropna().tolist() for title in titles]
-        rows.append([name, *(mean_and_spread(values) if values else "" for values in known)])
+        rows.append([name, *(mean_and_spread(title, group[title]) for title in titles)])
     return markdown(["", *titles], rows) + "\n"
 
 

@@ -195,8 +195,7 @@ def read_points(source):
     path = pathlib.Path(source)
     path = path / "points.csv" if path.is_dir() else path
     try:
-        texts = dict.fromkeys(["family", "size", *PROVENANCE], str)
-        points = pd.read_csv(path, comment="#", dtype=texts)
+        points, _ = results.read_file(path)
     except (OSError, ValueError) as error:
         raise UsageError(f"--from={source}: cannot be read: {error}") from error
     for column in {*POINT, *PROVENANCE} - {*points}:

@@ -4,10 +4,12 @@
 
 --y and --x are columns of metrics.jsonl: eval/loss, train/loss, eval/bits_per_byte, mfu, ... over
 step, tokens, flops, flops_realised or seconds. Prints the last value of each run, with the settings
-in which they differ.
+in which they differ; runs whose last loss is not finite come last, as diverged.
 """
 
 import sys
+
+import numpy as np
 
 from efx.errors import UsageError, nearest
 from efx.studies import cli, metrics
@@ -27,7 +29,8 @@ def plot(arguments):
     table = table.dropna(subset=[arguments.x, arguments.y])
     if arguments.smooth > 1:
         means = table.groupby("run")[arguments.y].rolling(arguments.smooth, min_periods=1).mean()
-        table[arguments.y] = means.reset_index(level=0, drop=True)
+        means = means.reset_index(level=0, drop=True)
+        table[arguments.y] = means.where(np.isfinite(table[arguments.y]), np.inf)
     figure = matplotlib.figure.Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     columns = {"x": arguments.x, "y": arguments.y, "hue": "run", "units": "run"}
@@ -39,7 +42,11 @@ def plot(arguments):
     for line in metrics.warnings(runs, arguments.y):
         print(line)
     last = table.groupby("run", sort=False)[[arguments.x, arguments.y]].last()
-    print(last.join(runs.set_index("run").settings).to_string())
+    last = last.join(runs.set_index("run")[["settings", "diverged"]])
+    last = last.sort_values("diverged", kind="stable")
+    shown = last[arguments.y].map("{:.6g}".format)
+    last[arguments.y] = shown.where(~last.diverged, "diverged")
+    print(last.drop(columns="diverged").to_string())
     print(f"written: {out}, {out.with_suffix('.csv')}")
 
 

@@ -8,11 +8,11 @@ and Weights & Biases are the dashboards; this is a page to keep or to send.
 """
 
 import html
+import math
 import pathlib
 import sys
 
 from efx import io
-from efx.errors import UsageError, extra
 from efx.logging import quantity
 from efx.studies import cli, metrics
 
@@ -63,14 +63,11 @@ def cell(value, shown=None):
 
 def page(paths):
     """Return the page of these runs as HTML."""
-    try:
-        import plotly  # noqa: F401
-    except ImportError as error:
-        raise UsageError(f"a report needs {extra('studies')}") from error
     table, runs = metrics.read_runs(paths)
     figures, script = [], True
+    finite = table.replace(math.inf, math.nan)
     for column in CURVES:
-        if (figure := figure_of(table, column)) is not None:
+        if (figure := figure_of(finite, column)) is not None:
             figures.append(figure.to_html(full_html=False, include_plotlyjs=script))
             script = False
     last = table.groupby("run", sort=False).last()
@@ -82,7 +79,11 @@ def page(paths):
             value = last[name][run["run"]]
             unit = {"tokens": "", "parameters": "", "flops": "FLOPs"}.get(name)
             text = f"{value:.5g}" if unit is None else quantity(value, unit)
-            cells.append(cell(value, "–" if value != value else text))
+            if run.diverged and name in metrics.LOSSES:
+                value, text = math.nan, "diverged"
+            elif math.isnan(value):
+                text = "–"
+            cells.append(cell(value, text))
         rows.append(f"<tr>{''.join(cells)}</tr>")
         found = sorted((pathlib.Path(run.path) / "samples").glob("step_*.txt"))
         if found:
@@ -90,7 +91,7 @@ def page(paths):
             name = html.escape(run["run"])
             samples.append(f"<h3>{name}, {found[-1].stem}</h3><pre>{text}</pre>")
     headings = ["run", "settings", *columns.values()]
-    lines = [f'<p class="warning">{line}</p>' for line in metrics.warnings(runs)]
+    lines = [f'<p class="warning">{html.escape(line)}</p>' for line in metrics.warnings(runs)]
     parts = {
         "title": f"{len(runs)} runs" if len(runs) > 1 else html.escape(runs["run"][0]),
         "warnings": "\n".join(lines),

@@ -28,7 +28,7 @@ import pandas as pd
 
 from efx import io, run_dir
 from efx.config.load import config_of_run
-from efx.errors import UsageError, extra
+from efx.errors import UsageError
 from efx.logging import tables
 from efx.parallel import sharding
 from efx.studies import cli, token_choices
@@ -201,10 +201,6 @@ def draw(table, path):
 
 
 def study(arguments):
-    try:
-        import sklearn  # noqa: F401
-    except ImportError:
-        raise UsageError(f"the probe needs {extra('studies')}") from None
     if arguments.tokens < MIN_TOKENS:
         raise UsageError(f"--tokens={arguments.tokens}: must be at least {MIN_TOKENS}")
     folder = io.local_path(arguments.out, "--out")

@@ -9,7 +9,6 @@ kept fraction of masks, router scores). The decisions are the causal ones of eva
 sampling. All numbers are also in a CSV file beside the page, a line for each token.
 """
 
-import html
 import json
 import math
 import pathlib
@@ -96,12 +95,6 @@ def page(workdir, text=None, tokens=512, step=None):
     table = pd.DataFrame({f"{row['name']} {row['quantity']}": row["values"] for row in rows})
     table.insert(0, "token", texts)
     return TEMPLATE.read_text(encoding="utf-8").replace("/*DATA*/ null", script), table
-
-
-def frame(text, height=700):
-    """Return HTML that shows a page within a notebook, for `IPython.display.HTML`."""
-    style = f"width: 100%; height: {height}px; border: 0"
-    return f'<iframe style="{style}" srcdoc="{html.escape(text)}"></iframe>'
 
 
 def study(arguments):

@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import queue
@@ -145,18 +146,18 @@ def start(run, cpus, processes):
       cpus: None: its output goes to the terminal. Otherwise its CPUs, and its output to a file.
     """
     print(f"== {run.name}: {run.command()}", flush=True)
-    command, log = [sys.executable, "-m", "efx.main", *run.arguments], f"{run.folder}.log"
+    command, log = [sys.executable, "-m", "efx.main", *run.arguments], log_of(run)
     if cpus is None:
         status, where = processes.run(command), "its last line"
     else:
         if cpus:
             os.sched_setaffinity(0, cpus)  # of this thread and the process it starts
-        pathlib.Path(log).parent.mkdir(parents=True, exist_ok=True)
+        log.parent.mkdir(parents=True, exist_ok=True)
         # JAX would reserve three quarters of the GPU's memory for each run.
         environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         with open(log, "a") as file:
             status, where = processes.run(command, environment, file), log
-        lines = [line for line in pathlib.Path(log).read_text().splitlines() if "finished" in line]
+        lines = [line for line in log.read_text().splitlines() if "finished" in line]
         if lines:
             print(f"-- {run.name}: {lines[-1]}", flush=True)
     if status == NOT_FINITE:
@@ -165,6 +166,11 @@ def start(run, cpus, processes):
         raise UsageError(
             f"the run {run.name!r} ended with status {status}; see {where}. Rerun to resume"
         )
+
+
+def log_of(run):
+    """Return the path of a run's output, which it has if it was one of several jobs."""
+    return run.folder.with_name(f"{run.folder.name}.log")
 
 
 def _split_cpus(jobs):
@@ -257,7 +263,8 @@ def is_finished(run):
 def results(runs):
     """Return one row for each run: its labels and the last value of each metric.
 
-    "min:eval/loss" is the least held-out loss.
+    "min:eval/loss" is the least held-out loss, None if the last one is not finite. "seconds" is NaN
+    for a run that shared the machine with others, see `run_all`: they do not compare.
 
     Raises: UsageError for a run that has not finished.
     """
@@ -269,7 +276,10 @@ def results(runs):
         for row in read_metrics(run.folder):
             last |= row  # None where a value was not finite
             losses += [row["eval/loss"]] if row.get("eval/loss") is not None else []
-        last["min:eval/loss"] = min(losses, default=None)
+        is_finite = last.get("eval/loss") is not None
+        last["min:eval/loss"] = min(losses) if is_finite else None
+        if log_of(run).exists():
+            last["seconds"] = math.nan
         record = run_dir.run_record(run.folder)
         launch = record["launches"][-1]
         rows.append(

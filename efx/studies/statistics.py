@@ -45,6 +45,29 @@ def _intervals(mean, error, freedom):
     return dict(zip(names, map(float, values), strict=True))
 
 
+def recovered_share(half, full, other):
+    """Return {"recovered", "low", "high"}: the share of the gain of depth that a model recovers.
+
+    R = (L_half - L_other) / (L_half - L_full), with its 95% interval by the delta method. All NaN
+    unless the model of full depth is significantly ahead of the one of half its depth.
+
+    Args:
+      half, full, other: (mean, standard deviation, number of seeds) of losses.
+    """
+    names = "recovered", "low", "high"
+    depth = difference(half, full)
+    if not (depth["p"] < 0.05 and depth["difference"] > 0 and other[2] > 1):
+        return dict.fromkeys(names, math.nan)
+    share = (half[0] - other[0]) / depth["difference"]
+    weighted = (other, 1.0), (half, 1.0 - share), (full, share)
+    squares = [((weight * std) ** 2 / n, n - 1) for (_, std, n), weight in weighted]
+    total = sum(square for square, _ in squares)
+    per_freedom = sum(square**2 / freedom for square, freedom in squares)
+    freedom = total**2 / per_freedom if per_freedom else math.inf
+    margin = stats.t.ppf(0.975, freedom) * math.sqrt(total) / depth["difference"]
+    return dict(zip(names, (share, share - margin, share + margin), strict=True))
+
+
 def holm(p):
     """Return Holm's adjusted p values of a set of comparisons, in the order of `p`."""
     p = np.asarray(p, float)

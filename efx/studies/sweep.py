@@ -8,13 +8,19 @@ A sweep file is plain data: `get_sweep()` returns
          seeds=(0, 1, 2),
          equal="flops",                            # or "tokens", or "", see below
          runs={"name": {"model.depth": 8}, ...},   # changed settings; "config" is another file
-         columns={"title": "metric", ...})         # of metrics.jsonl, or "first|second|..."
+         columns={"title": "metric", ...},         # of metrics.jsonl, or "first|second|..."
+         depth=("name", "name"))                   # optional: runs of half and of full depth
 
 With equal="flops" or "tokens", the first run trains before the others, and all get as many FLOPs or
 tokens as it used; with "" the settings decide. Every command line is checked before the first run.
 `--sweep FILE:PART` calls `get_sweep("PART")`. Runs are in WORKDIR/<name>-seed<n>. An interrupted
 sweep resumes, and finished runs are not repeated. Arguments after `--` go to every run. The table,
-WORKDIR/table.md, compares each row with the first; WORKDIR/table.csv has a row for each run.
+WORKDIR/table.md, compares each row with the first; WORKDIR/table.csv has a row for each run. They
+have no seconds if runs shared the machine (--jobs).
+
+With `depth` the table has the price of depth at equal tokens (SPEC section 8): `recovered`, the
+part of the gain of full depth over half depth that a model recovers, with its 95% interval, and
+`cost`, its part of their difference in FLOPs. Routed depth pays where recovered exceeds cost.
 """
 
 import math
@@ -27,12 +33,11 @@ from efx.errors import UsageError, nearest
 from efx.logging import quantity, tables
 from efx.studies import cli
 from efx.studies import runs as runs_lib
-from efx.studies.statistics import difference
+from efx.studies.statistics import difference, recovered_share
 
 KEYS = ("config", "seeds", "equal", "runs", "columns")
-LOSS = "held-out loss (nats)"
 COLUMNS = {
-    LOSS: "eval/loss",
+    tables.LOSS: "eval/loss",
     "bits per byte": "eval/bits_per_byte",
     "training FLOPs": "flops",
     "tokens": "tokens",
@@ -58,7 +63,7 @@ def load_file(kind, source, keys, optional=()):
 
 def load_sweep(source):
     """Return the checked dict of a sweep file."""
-    sweep = load_file("sweep", source, KEYS)
+    sweep = load_file("sweep", source, KEYS, optional=("depth",))
     check_seeds(f"--sweep={source}", sweep["seeds"])
     runs, columns = sweep["runs"], sweep["columns"]
     if (
@@ -69,6 +74,9 @@ def load_sweep(source):
         raise UsageError(f"--sweep={source}: runs={runs!r}: expected {{name: {{setting: value}}}}")
     if not isinstance(columns, dict) or not all(isinstance(c, str) for c in columns.values()):
         raise UsageError(f"--sweep={source}: columns={columns!r}: expected {{title: metric}}")
+    depth = sweep.get("depth", ())
+    if not isinstance(depth, tuple | list) or len(depth) not in (0, 2) or {*depth} - {*runs}:
+        raise UsageError(f"--sweep={source}: depth={depth!r}: expected two names of runs")
     if sweep["equal"] not in ("flops", "tokens", ""):
         raise UsageError(f"--sweep={source}: equal={sweep['equal']!r}: use 'flops', 'tokens' or ''")
     return sweep
@@ -99,7 +107,7 @@ def make_runs(sweep, workdir, extra=(), budget=()):
     return runs
 
 
-def equal_budget(sweep, workdir, extra, first):
+def equal_budget(sweep, first):
     """Return the arguments that give a run the budget that the finished run `first` has used."""
     used = runs_lib.results([first]).iloc[0]
     if sweep["equal"] == "flops":
@@ -112,6 +120,8 @@ def equal_budget(sweep, workdir, extra, first):
 def table_of(results, sweep):
     """Return (one row for each run, Markdown with mean and deviation over seeds)."""
     columns = dict(COLUMNS)
+    if "seconds" in results and results["seconds"].isna().any():
+        del columns["seconds"]
     for title, metrics in sweep["columns"].items():
         known = [metric for metric in metrics.split("|") if metric in results]
         if not known:
@@ -123,7 +133,7 @@ def table_of(results, sweep):
     known = {title: metric for title, metric in columns.items() if metric in results}
     per_run = pd.DataFrame({title: results[metric] for title, metric in known.items()})
     groups, rows = per_run.groupby("name", sort=False), []
-    stats = {name: _stats(group[LOSS]) for name, group in groups}
+    stats = {name: _stats(group[tables.LOSS]) for name, group in groups}
     first = next(iter(stats))
     for name, group in groups:
         cells = [_cell(title, group[title]) for title in per_run if title not in ("name", "seed")]
@@ -131,7 +141,25 @@ def table_of(results, sweep):
         rows.append([name, *cells])
     titles = list(per_run)[2:]
     titles.insert(1, f"minus {first}")
-    return per_run, tables.markdown(["", *titles], rows)
+    if "depth" not in sweep:
+        return per_run, tables.markdown(["", *titles], rows)
+    flops = groups["training FLOPs"].mean()
+    priced = [row + _price_of_depth(row[0], stats, flops, *sweep["depth"]) for row in rows]
+    text = tables.markdown(["", *titles, "recovered", "cost"], priced)
+    half, full = sweep["depth"]
+    if math.isnan(recovered_share(stats[half], stats[full], stats[full])["recovered"]):
+        text += f"\n\n{full} is not significantly ahead of {half}: depth does not pay here."
+    return per_run, text
+
+
+def _price_of_depth(name, stats, flops, half, full):
+    """Return [recovered share of the gain of depth, share of its cost] of the runs of a name."""
+    if name in (half, full):
+        return [f"{float(name == full):.2f}"] * 2
+    share = recovered_share(stats[half], stats[full], stats[name])
+    cost = (flops[name] - flops[half]) / (flops[full] - flops[half])
+    cells = f"{share['recovered']:.2f} ({share['low']:.2f} to {share['high']:.2f})", f"{cost:.2f}"
+    return ["" if math.isnan(share["recovered"]) else cells[0], cells[1]]
 
 
 def _stats(values):
@@ -140,21 +168,18 @@ def _stats(values):
 
 
 def _difference_cell(a, b):
-    mean, low, high, _ = difference(a, b)
+    columns = difference(a, b)
+    mean, low, high = (columns[name] for name in ("difference", "low", "high"))
     if math.isnan(mean):  # a run diverged
         return ""
     return f"{mean:.4f}" + ("" if math.isnan(low) else f" ({low:.4f} to {high:.4f})")
 
 
 def _cell(title, values):
-    finite = values.dropna()
-    if finite.empty:  # no run logs this metric, or all diverged
-        return "not finite" if title == LOSS else ""
-    if title in QUANTITIES:
-        return quantity(finite.mean(), QUANTITIES[title])
-    spread = f" ± {finite.std():.4f}" if len(finite) > 1 else ""
-    diverged = len(values) - len(finite)
-    return f"{finite.mean():.4f}{spread}" + (f" ({diverged} not finite)" if diverged else "")
+    if title not in QUANTITIES:
+        return tables.mean_and_spread(title, values)
+    known = values.dropna()
+    return "" if known.empty else quantity(known.mean(), QUANTITIES[title])
 
 
 def study(arguments):
@@ -171,7 +196,7 @@ def study(arguments):
             print(first.command())
             print("# the others get as many FLOPs or tokens: rerun when this run has finished")
             return
-        runs = make_runs(sweep, workdir, extra, equal_budget(sweep, workdir, extra, first))
+        runs = make_runs(sweep, workdir, extra, equal_budget(sweep, first))
     if arguments.print_commands:
         return runs_lib.print_commands(runs)
     if not arguments.table_only:
@@ -181,7 +206,7 @@ def study(arguments):
     per_run, text = table_of(results, sweep)
     text += f"\n\n`{sweep['config']}`, seeds {', '.join(map(str, sweep['seeds']))}. "
     if len(sweep["seeds"]) > 1:
-        text += "Mean ± standard deviation; differences with unpaired 95% intervals. "
+        text += "Mean ± standard deviation; differences with Welch's 95% intervals. "
     text += f"Command: `{arguments.command}`\n"
     tables.save(workdir, "table", per_run, text)
 

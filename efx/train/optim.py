@@ -28,8 +28,6 @@ from efx.errors import UsageError
 from efx.layers import mup
 
 _log = logging.getLogger(__name__)
-# Modules whose kernels are not hidden matrices: AdamW trains them, as in the authors' Muon.
-NOT_HIDDEN = frozenset({"embed", "positions", "head", "router", "predictor"})
 # Muon's orthogonal updates are scaled by 0.2 sqrt(max(in, out)), the size of AdamW's (arXiv
 # 2502.16982, section 2.2), so that one learning rate and one decay serve both.
 MUON_UPDATE_RMS = 0.2
@@ -226,9 +224,12 @@ def _matching(key, pattern, paths):
 
 
 def _is_hidden_matrix(path, shape):
-    """Whether Muon trains this parameter; a matrix with one row or column counts as a vector."""
+    """Whether Muon trains this parameter: a "kernel", but no output layer, as in the authors' Muon.
+
+    AdamW trains the others. A matrix with one row or column counts as a vector.
+    """
     *modules, leaf = path.split("/")
-    return leaf == "kernel" and min(shape[-2:]) > 1 and not NOT_HIDDEN.intersection(modules)
+    return leaf == "kernel" and min(shape[-2:]) > 1 and "head" not in modules
 
 
 # ---- update rules --------------------------------------------------------------------------------

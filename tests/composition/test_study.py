@@ -1,5 +1,7 @@
 """The studies of PHATGOOSE and CALM without training: their runs, mixtures and tables."""
 
+import math
+
 import pytest
 
 pytest.importorskip("pandas", reason="the extra `studies` is not installed")
@@ -19,6 +21,17 @@ def test_a_mixture_alternates_whole_lines_until_the_shortest_domain_ends():
     assert bytes(line[0] for line in lines)[:44] == 2 * (b"a" * 11 + b"b" * 11)
     mixed = lib.interleaved([a, b[:600]], piece_bytes=60)
     assert abs(mixed.count(b"a") - mixed.count(b"b")) <= 11
+
+
+@pytest.mark.parametrize("diverged", ["anchor", "augment_a"])
+def test_the_best_single_model_is_not_one_that_diverged(diverged):
+    class Study:
+        domains = {"base": "", "a": ""}
+
+        def row(self, name):
+            return dict.fromkeys(self.domains, math.nan if name == diverged else 2.0)
+
+    assert calm.rows(Study())["best single"] == {"base": 2.0, "a": 2.0}
 
 
 @pytest.mark.parametrize("study, last, count", [

@@ -239,11 +239,7 @@ EXTRAS = [
     ("datasets", "data.source=hf:some/thing", "config.data.source='hf:some/thing'", "`hf`"),
     ("pyarrow", "data.source=parquet:text.txt", "config.data.source=", "`data`"),
     ("gcsfs", "--workdir=gs://b/run", "--workdir=gs://b/run", "`gcs`"),
-    (
-        "sklearn.decomposition",
-        "--mode=cluster data.split=documents data.document_bytes=64",
-        "`studies`",
-    ),
+    ("sklearn", "--mode=cluster data.split=documents data.document_bytes=64", "`studies`"),
 ]
 # Mistakes that show when the parameters are initialised.
 LATE = [
@@ -332,7 +328,7 @@ def test_a_mistake_is_one_line(argv, row, folder, compiled, capsys):
 
 @pytest.mark.parametrize("row", EXTRAS, ids=[row[0] for row in EXTRAS])
 def test_a_missing_extra_is_named(row, folder, compiled, capsys, monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("efx.composition")]:
+    for name in [name for name in sys.modules if name.startswith(("efx.studies", "efx.compos"))]:
         monkeypatch.delitem(sys.modules, name)  # imported by another test
     monkeypatch.setitem(sys.modules, row[0], None)  # as if not installed
     assert_refused(command(row[1]), row[2:], folder, capsys)

@@ -1,6 +1,7 @@
 """Import directions (the contracts of pyproject.toml), and packages of extras."""
 
 import ast
+import importlib
 import subprocess
 import sys
 import tomllib
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from refusals import refused
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,6 +26,7 @@ def test_contracts_hold():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Packages whose import name is not their name in a registry.
 INSTALLED_AS = {"absl": "absl-py", "orbax": "orbax-checkpoint", "sklearn": "scikit-learn"}
 WITH_EXTRA = ("lm_eval.py", "modeling_efx.py")
@@ -44,9 +47,8 @@ def imported(tree, everywhere):
 
 def test_extras_are_imported_where_used():
     """Only studies, lm_eval.py and modeling_efx.py need an extra to be imported."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = sum(project["optional-dependencies"].values(), [])
-    base = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]}
+    extras = sum(PROJECT["optional-dependencies"].values(), [])
+    base = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
     more = {canonicalize_name(Requirement(line).name) for line in extras}
     for path in sorted((ROOT / "efx").rglob("*.py")):
         if not (path.parent / "__init__.py").exists():
@@ -59,3 +61,28 @@ def test_extras_are_imported_where_used():
                 if package not in {*sys.stdlib_module_names, "efx", "configs"}:
                     name = canonicalize_name(INSTALLED_AS.get(package, package))
                     assert name in known, f"{path.relative_to(ROOT)}:{line} imports {package}"
+
+
+def needed_by_studies():
+    """Import names of the packages of the extra `studies`."""
+    names = {name: module for module, name in INSTALLED_AS.items()}
+    packages = [Requirement(line).name for line in PROJECT["optional-dependencies"]["studies"]]
+    return [names.get(package, package.replace("-", "_")) for package in packages]
+
+
+@pytest.mark.parametrize("package", needed_by_studies())
+def test_each_missing_package_of_studies_is_named(package, monkeypatch):
+    pytest.importorskip("pandas", reason="the extra `studies` is not installed")
+    for name in [name for name in sys.modules if name.startswith(("efx.studies", "efx.compos"))]:
+        monkeypatch.delitem(sys.modules, name)  # imported by another test
+    monkeypatch.setitem(sys.modules, package, None)  # as if not installed
+    refused(lambda: importlib.import_module("efx.composition.clustering"), "`studies`", package)
+
+
+def test_each_dependency_is_imported():
+    found = set()
+    for path in (ROOT / "efx").rglob("*.py"):
+        found |= {package for package, _ in imported(ast.parse(path.read_text()), everywhere=True)}
+    names = {canonicalize_name(INSTALLED_AS.get(package, package)) for package in found}
+    needed = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["studies"]
+    assert {canonicalize_name(Requirement(line).name) for line in needed} <= names

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+
+from efx.interop.hf_export import TRANSFORMERS
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ("__init__.py", "common.py")
@@ -67,29 +70,47 @@ def test_no_paths_of_a_machine_and_no_registries():
     assert matches([FOLDERS, REGISTRIES]) == []
 
 
-def requirements():
-    """The pins of requirements.txt."""
-    lines = (ROOT / "requirements.txt").read_text().splitlines()
+def pins(*files):
+    """The pins of requirements.txt and constraints.txt."""
+    lines = "\n".join((ROOT / file).read_text() for file in files).splitlines()
     return [Requirement(line) for line in lines if line and not line.startswith("#")]
 
 
-def test_requirements_are_pinned_within_the_ranges():
+PINS = "requirements.txt", "constraints.txt"
+
+
+def test_what_continuous_integration_installs_is_pinned_within_the_ranges():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed = [Requirement(line) for line in project["dependencies"]]
-    tests = [Requirement(line) for line in project["optional-dependencies"]["dev"]]
-    accepted = {canonicalize_name(each.name): each.specifier for each in [*needed, *tests]}
-    for pin in requirements():
+    extras = project["optional-dependencies"]
+    (installed,) = re.findall(r"--extras (\S+)", (ROOT / ".ci/run").read_text())
+    always = [Requirement(line) for line in project["dependencies"]]
+    needed = [*always, *(Requirement(x) for key in installed.split(",") for x in extras[key])]
+    accepted = {}
+    for each in needed:
+        name = canonicalize_name(each.name)
+        accepted[name] = accepted.get(name, SpecifierSet()) & each.specifier
+    for pin in pins(*PINS):
         (only,) = pin.specifier
         assert only.operator == "==" and "*" not in only.version, pin
         ranges = accepted.get(canonicalize_name(pin.name))
         assert ranges is None or ranges.contains(only.version), f"{pin}, not {ranges}"
-    chosen = [
-        canonicalize_name(pin.name)
-        for pin in requirements()
-        if not pin.marker or pin.marker.evaluate({"python_version": "3.12"})
-    ]
-    assert len(chosen) == len(set(chosen))
-    assert {canonicalize_name(each.name) for each in needed} <= set(chosen)
+
+    def chosen(*files):
+        for pin in pins(*files):
+            if not pin.marker or pin.marker.evaluate({"python_version": "3.12"}):
+                yield canonicalize_name(pin.name)
+
+    assert len([*chosen(*PINS)]) == len({*chosen(*PINS)})
+    assert {canonicalize_name(each.name) for each in always} <= {*chosen("requirements.txt")}
+    assert {*accepted} <= {*chosen(*PINS)}
+
+
+def test_extras_accept_ranges():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for line in sum(project["optional-dependencies"].values(), project["dependencies"]):
+        operators = {each.operator for each in Requirement(line).specifier}
+        assert not operators & {"==", "===", "~="}, line
+    assert TRANSFORMERS in project["optional-dependencies"]["interop"]
 
 
 def test_extras_that_are_named_exist():
@@ -106,8 +127,14 @@ def test_extras_that_are_named_exist():
 
 def test_this_environment_is_the_pinned_one():
     """Only where the launch scripts made it: elsewhere any version in range will do."""
-    if not (Path(sys.prefix) / "efx-installed").exists():
+    installed = Path(sys.prefix) / "efx-installed"
+    if not installed.exists():
         pytest.skip("not an environment made by launch/environment.sh")
-    for pin in requirements():
-        if not pin.marker or pin.marker.evaluate():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = {*installed.read_text().splitlines()}
+    extras = lines & {*sum(project["optional-dependencies"].values(), [])}
+    needed = {canonicalize_name(Requirement(line).name) for line in extras}
+    needed |= {canonicalize_name(pin.name) for pin in pins("requirements.txt")}
+    for pin in pins(*PINS):
+        if canonicalize_name(pin.name) in needed and (not pin.marker or pin.marker.evaluate()):
             assert pin.specifier.contains(version(pin.name)), f"{pin}, not {version(pin.name)}"

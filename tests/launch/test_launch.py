@@ -105,12 +105,13 @@ def test_unknown_extras_and_folders_that_are_no_environment_are_refused(tmp_path
     assert (tmp_path / "mine").exists()
 
 
-def wheel(folder, name):
-    """A wheel that holds one empty module, made by hand."""
-    info = f"{name}-1.0.dist-info"
-    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as file:
-        file.writestr(f"{name}.py", "")
-        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+def wheel(folder, name, version):
+    """A wheel that holds one module with its version, made by hand."""
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as file:
+        file.writestr(f"{name}.py", f"version = {version}")
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        file.writestr(f"{info}/METADATA", metadata)
         file.writestr(
             f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
@@ -125,10 +126,11 @@ def test_the_environment_is_built_once_and_kept_up_to_date(tmp_path):
     wheels.mkdir()
     for name in ("environment.sh", "environment.py"):
         shutil.copy(LAUNCH / name, tree / "launch")
-    for name in ("efxone", "efxtwo"):
-        wheel(wheels, name)
+    for name, version in (("efxone", "1.0"), ("efxtwo", "1.0"), ("efxtwo", "2.0")):
+        wheel(wheels, name, version)
     (tree / "requirements.txt").write_text("efxone==1.0\n")
-    extras = '[project.optional-dependencies]\nmore = ["efxtwo"]\nother = ["efxone"]\n'
+    (tree / "constraints.txt").write_text("# pins\nefxtwo==1.0\n")
+    extras = '[project.optional-dependencies]\nmore = ["efxtwo>=1"]\nother = ["efxone"]\n'
     (tree / "pyproject.toml").write_text(extras)
     python = tree / ".venv/bin/python"
     no_index = dict(PIP_CONFIG_FILE=os.devnull, PIP_NO_INDEX=1, PIP_FIND_LINKS=wheels)
@@ -154,6 +156,11 @@ def test_the_environment_is_built_once_and_kept_up_to_date(tmp_path):
     assert build(EFX_EXTRAS="more").returncode == 0 and imports("efxtwo")
     assert build(EFX_EXTRAS="other").stderr != ""
     assert build().stderr == "" == build(EFX_EXTRAS="more").stderr
+    printed = "import efxtwo; print(efxtwo.version)"
+    assert call(python, "-c", printed).stdout == "1.0\n"
+    (tree / "constraints.txt").write_text("efxtwo==2.0\n")
+    assert build(EFX_EXTRAS="more").returncode == 0
+    assert call(python, "-c", printed).stdout == "2.0\n"
 
     (tree / "requirements.txt").write_text("efxone==1.0\nefxthree==1.0\n")
     for _ in range(2):  # a failed installation is not recorded as done

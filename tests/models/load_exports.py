@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 GREEDY = dict(max_new_tokens=6, do_sample=False)
@@ -21,6 +22,15 @@ def load(folder, **options):
 
 def tokens_and_logits(folder):
     return torch.tensor(np.load(folder / "tokens.npy")), np.load(folder / "logits.npy")
+
+
+def assert_refused(name, function, *args, **options):
+    try:
+        function(*args, **options)
+    except ValueError as error:
+        assert name in str(error), error
+    else:
+        raise AssertionError(f"{name} was accepted")
 
 
 @torch.no_grad()
@@ -59,12 +69,48 @@ def check_generation(folder):
     whole = model.generate(prompts_BT[:1], **GREEDY)[0]
     padded_BT = torch.cat([prompts_BT.new_zeros(1, 5), prompts_BT[:1]], dim=1)
     options = dict(attention_mask=(torch.arange(21) >= 5).long()[None], **GREEDY)
-    padded = model.generate(padded_BT, **options)[0]
-    assert padded[5:].tolist() == whole.tolist()
+    # transformers 4 counts padding in the positions of chunks, so the model refuses them.
+    chunks = dict(prefill_chunk_size=5)
+    for more in ({}, chunks if transformers.__version__ >= "5" else {}):
+        padded = model.generate(padded_BT, **more, **options)[0]
+        assert padded[5:].tolist() == whole.tolist()
     first = model(prompts_BT[:1, :3], use_cache=True).past_key_values
-    for cache, options in ((type(first)(), dict(prefill_chunk_size=4)), (copy.deepcopy(first), {})):
-        options |= dict(past_key_values=cache, **GREEDY)
-        assert model.generate(prompts_BT[:1], **options)[0].tolist() == whole.tolist()
+    caches = []
+
+    def record(_, args, options):
+        caches.append(options.get("cache", options.get("past_key_values")))
+
+    hook = model.register_forward_pre_hook(record, with_kwargs=True)
+    model.generate(prompts_BT[:1], **GREEDY)
+    hook.remove()
+    assert {*map(type, caches)} == {type(first)}  # from the first call
+    empty = dict(past_key_values=type(first)(), **chunks)
+    for options in (chunks, empty, dict(past_key_values=copy.deepcopy(first))):
+        assert model.generate(prompts_BT[:1], **options, **GREEDY)[0].tolist() == whole.tolist()
+
+
+@torch.no_grad()
+def check_outputs(folder):
+    """Hidden states are the embeddings and the output of each block, the last after the norm;
+    `return_dict=False` returns a tuple; outputs that do not exist are refused."""
+    model, (tokens_BT, expected_BTV) = load(folder), tokens_and_logits(folder)
+    assert model(tokens_BT).hidden_states is None
+    states = model(tokens_BT, output_hidden_states=True).hidden_states
+    assert len(states) == 1 + len(model.model.layers)
+    assert torch.equal(states[0], model.model.embed_tokens(tokens_BT))
+    last = []
+    hook = model.model.layers[-2].register_forward_hook(lambda _, inputs, out: last.append(out))
+    model(tokens_BT)
+    hook.remove()
+    assert torch.equal(states[-2], last[0]) and not torch.equal(states[-2], states[-1])
+    logits_BTV = model.lm_head(states[-1]) * model.config.logit_scale
+    np.testing.assert_allclose(logits_BTV, expected_BTV, atol=1e-4)
+    options = dict(output_hidden_states=True, return_dict_in_generate=True, **GREEDY)
+    generated = model.generate(tokens_BT[:1], **options)
+    assert len(generated.hidden_states[0]) == len(states)
+    logits_BTV, *_ = model(tokens_BT, return_dict=False)
+    np.testing.assert_allclose(logits_BTV, expected_BTV, atol=1e-4)
+    assert_refused("output_attentions", model, tokens_BT, output_attentions=True)
 
 
 @torch.no_grad()
@@ -77,12 +123,8 @@ def check_packed_rows(folder):
     assert packed.past_key_values is None
     alone = torch.cat([model(ids).logits for ids in documents], dim=1)
     np.testing.assert_allclose(packed.logits, alone, atol=1e-4)
-    try:
-        model(tokens_BT[:1], position_ids=position_ids, use_cache=True)
-    except ValueError as error:
-        assert "position_ids" in str(error)
-    else:
-        raise AssertionError("packed rows were cached")
+    options = dict(position_ids=position_ids, use_cache=True)
+    assert_refused("position_ids", model, tokens_BT[:1], **options)
 
 
 def check_training(folder):
@@ -128,6 +170,32 @@ def check_training(folder):
     assert model(tokens_BT, use_cache=True).past_key_values is None
 
 
+def check_idle_blocks(folder):
+    """All parameters have gradients where routed blocks select no token, as
+    DistributedDataParallel requires."""
+    model, (tokens_BT, _) = load(folder).train(), tokens_and_logits(folder)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            if hasattr(layer, "threshold"):
+                layer.threshold.fill_(1e6)
+            for decision in ("router", "predictor"):
+                for weight in getattr(layer, decision, torch.nn.Identity()).parameters():
+                    weight.zero_()
+    model(tokens_BT, labels=tokens_BT).loss.backward()
+    for name, weight in model.named_parameters():
+        assert weight.grad is not None and weight.grad.isfinite().all(), name
+    idle = model.model.layers[-1].self_attn.q_proj.weight
+    assert not idle.grad.any() and model.lm_head.weight.grad.any()
+
+
+CHECKS = (
+    check_logits,
+    check_generation,
+    check_outputs,
+    check_packed_rows,
+    check_training,
+    check_idle_blocks,
+)
 if __name__ == "__main__":
-    for check in (check_logits, check_generation, check_packed_rows, check_training):
+    for check in CHECKS:
         check(pathlib.Path(sys.argv[1]))

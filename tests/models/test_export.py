@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+from typing import Literal
 
 import families
 import jax.numpy as jnp
@@ -26,16 +27,20 @@ from test_import import (  # noqa: F401
 )
 from test_interop import transformers  # noqa: F401
 
+from efx.config import schema
 from efx.config.load import config_of_run
 from efx.data import bpe
 from efx.data.tokenizers import ByteTokenizer, CharTokenizer
 from efx.interop import hf_export, import_run
+from efx.models.decoder import DecoderConfig
+from efx.routing.config import DepthRoutingConfig
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
 NORMED = dict(kind="mod", every=1, capacity=0.5, slack=1.0, router_norm="rms")
 OWN = {
     "predictor": dict(depth_routing=dict(causal="predictor", **NORMED)),
+    "mod_gate_one": dict(depth_routing=dict(causal="aux_loss", gate="one", **NORMED)),
     "post_norm": dict(
         block_kind="post_norm",
         use_bias=True,
@@ -44,7 +49,7 @@ OWN = {
         mlp=families.experts(),
     ),
 }
-DEFAULT = ("neox", "mod_parallel", "moe", "mode_staged", *OWN)
+DEFAULT = ("neox", "mod_parallel", "moe", "mode_staged", "predictor", "post_norm")
 SLOW = {"mod_options", "mod_threshold", "mod_capacity_list", "moe_switch", "mode_integrated", "mup"}
 
 
@@ -94,11 +99,21 @@ def test_an_export_computes_the_logits_of_efx(name, tmp_path, checks):
     checks.check_logits(tmp_path / "new")
 
 
-@pytest.mark.parametrize("check", ["generation", "packed_rows", "training"])
+CHECKS = ("generation", "outputs", "packed_rows", "training", "idle_blocks")
+
+
+@pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name", ["post_norm", "mod_parallel"])
 def test_an_export_generates_and_trains(check, name, tmp_path, checks):
     write(tmp_path / "new", name)
     getattr(checks, f"check_{check}")(tmp_path / "new")
+
+
+@pytest.mark.parametrize("name", ["predictor", "mod_gate_one"])
+def test_decisions_that_learn_nothing_have_gradients(name, tmp_path, checks):
+    """A predictor, and a router whose gate is 1."""
+    write(tmp_path / "new", name)
+    checks.check_idle_blocks(tmp_path / "new")
 
 
 def test_a_routed_block_caches_the_tokens_that_it_computes(tmp_path, checks):
@@ -119,27 +134,31 @@ def test_a_routed_block_caches_the_tokens_that_it_computes(tmp_path, checks):
     assert cache.entries[1][1].shape[1] == cached_B.max() < cache.entries[0][1].shape[1]
 
 
-# The oldest supported transformers, with the packages that it does not share with the newest.
+# Arguments of pip. The oldest supported transformers has the packages that it does not share with
+# the installed one, the newest has all that it needs.
 OLDEST = (
+    "--no-deps",
     "transformers==" + re.search(r">=([\d.]+)", hf_export.TRANSFORMERS)[1],
     "datasets==4.4.1",
     "huggingface_hub==0.36.2",
     "tokenizers==0.22.2",
     *("requests", "urllib3", "certifi", "idna", "charset-normalizer"),
 )
+VERSIONS = {"oldest": OLDEST, "newest": (hf_export.TRANSFORMERS,)}
 
 
 @pytest.mark.slow
-def test_exports_pass_the_checks_with_the_oldest_transformers(tmp_path):
-    oldest, script = tmp_path / "oldest", pathlib.Path(__file__).with_name("load_exports.py")
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", oldest, *OLDEST]
+@pytest.mark.parametrize("version", VERSIONS)
+def test_exports_pass_the_checks_with_other_transformers(version, tmp_path):
+    packages, script = tmp_path / "packages", pathlib.Path(__file__).with_name("load_exports.py")
+    command = [sys.executable, "-m", "pip", "install", "--target", packages, *VERSIONS[version]]
     done = subprocess.run(command, capture_output=True, text=True)
     if "(from versions: none)" in done.stderr:
         pytest.skip("the package index cannot be reached")
     assert done.returncode == 0, done.stderr
     write(tmp_path / "new", "post_norm")
     variables = {"HF_MODULES_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    variables["PYTHONPATH"] = str(oldest)
+    variables["PYTHONPATH"] = str(packages)
     command = [sys.executable, "-P", script, tmp_path / "new"]
     done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -189,7 +208,7 @@ def test_a_routed_run_becomes_a_model_with_code(routed, tmp_path, load, transfor
 
 @pytest.mark.parametrize("kind", ["bytes", "chars", "bpe"])
 def test_exported_tokenizers_have_the_ids_of_efx(kind, tmp_path, transformers):  # noqa: F811
-    text = "The  quick\n brown fox jumps, the dog "
+    text = "The  quick\n brown fox jumps, the <|endoftext|> dog "
     makers = {
         "bytes": ByteTokenizer,
         "chars": lambda: CharTokenizer(text),
@@ -204,6 +223,9 @@ def test_exported_tokenizers_have_the_ids_of_efx(kind, tmp_path, transformers): 
         ids = theirs(text).input_ids
         assert ids == ours.encode(text).tolist() and theirs.decode(ids) == text, model_type
         assert theirs.eos_token_id == ours.eot and len(theirs) == ours.vocab_size
+        if kind == "chars":
+            with pytest.raises(Exception, match="character outside of the vocabulary"):
+                theirs("the cat")
 
 
 def test_a_qwen2_with_another_tokenizer_is_not_a_qwen2_of_transformers(tmp_path):
@@ -237,6 +259,29 @@ def test_models_that_cannot_be_exported_are_refused(name, setting):
     if name == "averages":
         config = families.make({"dense_former.on": True}).config
     refused(lambda: hf_export.check_exportable(config, "none"), f"config.model.{setting}")
+
+
+def test_settings_that_the_exporter_does_not_know_are_refused():
+    """A new field with another value than its default, and a new value of a known field."""
+
+    @schema.block("config.model.depth_routing")
+    class NewRouting(DepthRoutingConfig):
+        gate: Literal["sigmoid", "softplus"] = "sigmoid"
+        temperature: float = 1.0
+
+    @schema.block("config.model")
+    class NewConfig(DecoderConfig):
+        depth_routing: NewRouting = NewRouting()
+        sink: bool = False
+
+    def check(sink=False, **routing):
+        changed = dict(depth_routing=NewRouting(kind="mod", **routing), sink=sink)
+        hf_export.check_exportable(NewConfig(**changed).resolved(), "none")
+
+    check()
+    refused(lambda: check(temperature=0.5), "config.model.depth_routing.temperature=0.5", "1.0")
+    refused(lambda: check(gate="softplus"), "config.model.depth_routing.gate='softplus'")
+    refused(lambda: check(sink=True), "config.model.sink=True")
 
 
 def test_bad_commands_write_nothing(routed, tmp_path, capsys):  # noqa: F811

@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import runpy
 import sys
 import types
 
@@ -132,9 +133,7 @@ def numbers(responses):
 
 
 def command(lm_eval, workdir, *flags):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["python"])
-        return lm_eval.main(["--workdir", str(workdir), *flags])
+    return lm_eval.main(["--workdir", str(workdir), *flags])
 
 
 @pytest.mark.slow
@@ -146,6 +145,7 @@ def test_answers_are_those_of_lm_evals_own_model(
     tmp_path,
     transformers,  # noqa: F811
     recwarn,
+    capsys,
 ):
     """Of a dense run and of a Mixture-of-Depths: by the command, and by `hf` on their exports."""
     pytest.importorskip("accelerate", reason="accelerate is not installed (extra interop)")
@@ -160,6 +160,7 @@ def test_answers_are_those_of_lm_evals_own_model(
             out = tmp_path / workdir.name
             flags = ["--tasks", ",".join(tasks), "--batch_size=3", "--log_samples"]
             assert command(lm_eval, workdir, *flags, "--output_path", f"{out}/ours.json") == 0
+            printed = capsys.readouterr().out
             exported = str(out / "exported")
             assert run("--mode=export", "--workdir", workdir, "--to", exported) == 0
             options = dict(device="cpu", dtype="float32", batch_size=3, trust_remote_code=True)
@@ -169,10 +170,13 @@ def test_answers_are_those_of_lm_evals_own_model(
             (results,) = out.glob("ours_*.json")
             ours = json.loads(results.read_text())
             assert ours["config"]["step"] == 0 and ours["config"]["flops_per_token"] > 0
+            assert "| task | metric |" in printed
             for task in TASKS:
                 for name, value in theirs["results"][task].items():
                     if isinstance(value, float) and not name.endswith("_stderr,none"):
                         assert ours["results"][task][name] == pytest.approx(value, rel=1e-4)
+                        metric, mine = name.partition(",")[0], ours["results"][task][name]
+                        assert f"| {task} | {metric} | {mine:.4f} |" in printed
                 (samples,) = out.glob(f"samples_{task}_*.jsonl")
                 mine = answers(map(json.loads, samples.read_text().splitlines()))
                 other = answers(theirs["samples"][task])
@@ -184,12 +188,28 @@ def test_answers_are_those_of_lm_evals_own_model(
     assert not [warning for warning in recwarn if "fork" in str(warning.message)]
 
 
+def test_a_limit_and_a_default_output(lm_eval, tasks, routed):  # noqa: F811
+    assert command(lm_eval, routed, "--tasks", tasks[0], "--limit=2", "--num_fewshot=1") == 0
+    (results,) = (routed / "lm_eval").glob("results_*.json")
+    results = json.loads(results.read_text())
+    assert results["n-samples"]["choice"]["effective"] == 2 and results["n-shot"]["choice"] == 1
+
+
+def test_a_missing_extra_is_status_2(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # as if not installed
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("efx.interop.lm_eval", run_name="__main__")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and line.startswith("efx: error: ") and "`eval`" in line
+
+
 def test_bad_commands_are_refused(lm_eval, tasks, routed, capsys):  # noqa: F811
     for flag, name in (
         ("--tasks=choicee", "choicee"),
         ("--batch_size=auto", "--batch_size=auto"),
         ("--config.model.dept=2", "config.model.dept"),
         ("--step=3", "3"),
+        ("--output_path=/dev/null/x", "/dev/null"),
     ):
         assert command(lm_eval, routed, f"--tasks={tasks[0]}", flag) == 2, flag
         (line,) = (x for x in capsys.readouterr().err.splitlines() if x.startswith("efx: error"))

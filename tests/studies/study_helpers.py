@@ -5,15 +5,6 @@ import pytest
 from efx import main, run_dir
 from efx.logging import MetricsWriter
 
-LAUNCH = {
-    "git": {"revision": "c0ffee" * 6, "dirty": False},
-    "devices": {"kind": "cpu"},
-    "device_count": 1,
-    "cpu_count": 3,
-    "command_line": ["efx", "--config=configs/mod.py", "--workdir=x"],
-}
-TEXT = {"source": "abc", "eval_source": None, "held_out": "def"}
-
 
 def train(root, workdir, config, *settings):
     """Trains `configs/<config>` with settings such as "steps=2"; returns `workdir`."""

@@ -146,6 +146,24 @@ def test_a_loss_that_is_not_finite_is_refused():
     refused(lambda: analyse(points), "dense", "optim.learning_rate")
 
 
+NAMES = ["MoD #2", "#1", 'a, "b"', "two\nlines", "a\r\nb", "None", "NA", "007", "1e3", " x ", "±|"]
+
+
+def test_names_and_headers_of_results_round_trip(tmp_path):
+    table = points_of(LAW, "dense")[: len(NAMES)].assign(family=NAMES, size=NAMES, rate=0.01)
+    table.loc[2, "loss"] = np.nan
+    header = {"title": "a # b: c", "command": "study '--grid=a\nb'", "machine": ["x", "y"]}
+    results.write(tmp_path / "points.csv", table, header)
+    read, header = results.read("points", tmp_path)
+    pd.testing.assert_frame_equal(read, table, check_dtype=False)
+    assert header.pop("machine") == ["x", "y"]
+    assert header == {"title": ["a # b: c"], "command": ["study '--grid=a b'"]}
+    table = table.assign(**dict.fromkeys(isoflop.PROVENANCE, "1"), repeat_gain=0.0)
+    results.write(tmp_path / "points.csv", table, header)
+    points = isoflop.read_points(tmp_path)
+    assert list(points.family) == NAMES == list(points["size"]) and {*points.text} == {"1"}
+
+
 # ---- grids and points --------------------------------------------------------------------------
 
 
@@ -162,7 +180,8 @@ def test_published_points_are_those_of_their_grid(here):
     assert runs and not points.missing(runs)
     changed = isoflop.final_runs(loaded, "w", ("--config.model.width=24",), {})
     refused(lambda: points.missing(changed), "other settings")
-    # With searched learning rates.
+    # With searched learning rates. Its text is the code of packages, also of this extra.
+    pytest.importorskip("transformers", reason="the extra `interop` is not installed")
     loaded = isoflop.load_grid("configs/sweeps/mod_evidence.py:rates")
     points = isoflop.Points(["results/mod_evidence_own_rates.csv"])
     searched = isoflop.rate_runs(loaded, "w", ())
@@ -236,7 +255,7 @@ def test_a_whole_study(tmp_path, here, started, one_device, capsys):
     assert isoflop.main(commands) == 0 and not capsys.readouterr().out
     points = isoflop.read_points(workdir)
     assert points.groupby("seed").size().to_dict() == {0: 3, 1: 3, 9: 6}
-    optima = pd.read_csv(workdir / "optima.csv", comment="#")
+    optima, _ = results.read("optima", workdir)
     assert optima.seeds[0] == 2  # the seed that selected the rates is not used again
     assert (workdir / "curves.png").exists() and (workdir / "table.md").exists()
     text = json.dumps(run_dir.run_record(started[0].folder)["text"], sort_keys=True)
@@ -244,7 +263,7 @@ def test_a_whole_study(tmp_path, here, started, one_device, capsys):
 
     assert isoflop.main([grid, f"--workdir={tmp_path}/v", f"--from={workdir}"]) == 0
     assert len(started) == 12  # nothing is trained twice
-    again = pd.read_csv(tmp_path / "v/optima.csv", comment="#")
+    again, _ = results.read("optima", tmp_path / "v")
     pd.testing.assert_frame_equal(optima, again)
 
     other = points[points.seed != 1].assign(text="other")

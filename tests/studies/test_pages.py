@@ -1,5 +1,6 @@
 """The routing map, the report and plots: numbers of the model, and pages that work in a browser."""
 
+import math
 import re
 
 import families
@@ -122,22 +123,49 @@ def made_up_runs(folder):
     return paths
 
 
+def diverged_run(folder, end):
+    """A run with a low held-out loss before its last row `end`."""
+    config = {"data": {"tokenizer": "bytes"}, "model": {"depth": 2}, "seed": 0}
+    losses = [{"train/loss": x, "eval/loss": x} for x in (3.0, 0.9)] + [end]
+    rows = [(10 * i, {"tokens": 100 * i, **row}) for i, row in enumerate(losses, 1)]
+    return str(logged_run(folder, config, rows))
+
+
+@pytest.mark.parametrize("last", ["eval/loss", "train/loss"])  # the latter after an evaluation
+def test_a_diverged_run_does_not_look_best(last, tmp_path, capsys):
+    paths = [diverged_run(tmp_path / "x", {last: math.nan}), *made_up_runs(tmp_path)]
+    text = report.page(paths)
+    (row,) = re.findall(r"<tr><td[^>]*>x<.*", text)
+    assert row.count(">diverged<") == 2 and "0.9" not in row
+    assert re.search('class="warning"[^<]*1 of 3 runs', text)
+    for smooth in ("1", "2"):
+        flags = ["--smooth", smooth, "--out", str(tmp_path / "curves.png")]
+        assert plot.main([*paths, "--y", last, *flags]) == 0
+        shown = capsys.readouterr().out
+        values = {line.split()[0]: line.split()[2] for line in shown.splitlines()[-4:-1]}
+        assert [*values] == ["<a>", "b", "x"] and values["x"] == "diverged"
+        assert "1 of 3 runs" in shown
+        table = pd.read_csv(tmp_path / "curves.csv")
+        assert np.isinf(table[last][table.run == "x"].iloc[-1])
+
+
 def test_a_report_in_a_browser(tmp_path):
     paths, out = made_up_runs(tmp_path), tmp_path / "report.html"
     config = {"data": {"tokenizer": "bytes"}, "model": {"depth": 2}, "seed": 1}
     paths.append(str(logged_run(tmp_path / "not evaluated", config, [(1, {"train/loss": 2.0})])))
+    paths.insert(0, diverged_run(tmp_path / "diverged", {"eval/loss": math.nan}))
     assert report.main([*paths, "--out", str(out)]) == 0
     with chromium() as browser:
         browser.get(f"file://{out}")
         assert messages(browser) == []
         lines = "[...document.querySelectorAll('#runs tbody tr')]"
         names = f"return {lines}.map((line) => line.cells[0].textContent)"
-        assert browser.execute_script(names) == ["<a>", "b", "not evaluated"]
+        assert browser.execute_script(names) == ["diverged", "<a>", "b", "not evaluated"]
         headings = "[...document.querySelectorAll('#runs th')]"
-        for _ in range(2):
+        for order in (["<a>", "b"], ["b", "<a>"]):
             is_loss = "(heading) => heading.textContent == 'held-out loss'"
             browser.execute_script(f"{headings}.find({is_loss}).click()")
-        assert browser.execute_script(names) == ["b", "<a>", "not evaluated"]
+            assert browser.execute_script(names) == [*order, "diverged", "not evaluated"]
         figures = "return document.querySelectorAll('.js-plotly-plot').length"
         assert browser.execute_script(figures) == 2
     assert "model.depth=4" in out.read_text()

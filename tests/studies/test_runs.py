@@ -1,6 +1,8 @@
 """Runs of studies: checks before the first one, processes, signals; and sweeps over them."""
 
+import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,16 +10,18 @@ import time
 
 import pytest
 from refusals import refused
-from study_helpers import error_line
+from study_helpers import error_line, logged_run
 
 pytest.importorskip("pandas", reason="the extra `studies` is not installed")
 
+import numpy as np
 import pandas as pd
 
 from efx import main
 from efx.composition import calm, cbtm, cbtm_table, phatgoose
+from efx.logging import tables
 from efx.parallel import signals
-from efx.studies import conversion, coord_check, isoflop, sweep
+from efx.studies import conversion, coord_check, isoflop, statistics, sweep
 from efx.studies import runs as runs_lib
 
 SWEEP = """
@@ -38,13 +42,17 @@ def here(root, monkeypatch):
 @pytest.fixture
 def started(monkeypatch):
     """The names of the runs that were made, each in this process."""
-    names = []
+    names, start = [], runs_lib.start
 
-    def start(run, cpus, processes):
+    def start_and_record(run, cpus, processes):
         names.append(run.name)
-        assert main.main(["efx", *run.arguments]) == 0
+        start(run, cpus, processes)
 
-    monkeypatch.setattr(runs_lib, "start", start)
+    def run_here(self, command, environment=None, output=None):
+        return main.main(["efx", *command[3:]])
+
+    monkeypatch.setattr(runs_lib, "start", start_and_record)
+    monkeypatch.setattr(runs_lib.Processes, "run", run_here)
     return names
 
 
@@ -61,6 +69,13 @@ def test_a_sweep_from_runs_to_table(tmp_path, started, one_device):
     text = (workdir / "table.md").read_text()
     assert "±" in text and "minus MoD" in text
     assert sweep.main(argv) == 0 and len(started) == 4  # finished runs are not repeated
+    assert table.seconds.gt(0).all() and "seconds" in text
+    # Those of a run that shared the machine do not compare, also in a later launch.
+    shutil.rmtree(workdir / "dense-seed1")
+    for flags in (["--jobs=2"], []):
+        assert sweep.main([*argv, *flags]) == 0 and len(started) == 5
+        assert "seconds" not in pd.read_csv(workdir / "table.csv")
+        assert "seconds" not in (workdir / "table.md").read_text()
 
 
 def test_equal_tokens_are_steps_of_each_batch(tmp_path, monkeypatch):
@@ -70,14 +85,14 @@ def test_equal_tokens_are_steps_of_each_batch(tmp_path, monkeypatch):
     spec = {"config": "mod:smoke", "seeds": (0,), "equal": "tokens"}
     spec |= {"runs": {"first": size, "second": size}}
     first = sweep.make_runs(spec, tmp_path)[0]
-    budget = sweep.equal_budget(spec, tmp_path, (), first)
+    budget = sweep.equal_budget(spec, first)
     second = sweep.make_runs(spec, tmp_path, (), budget)[1]
     assert second.config().steps == 40 and first.config().steps != 40
 
 
 @pytest.mark.parametrize("key, value", [
     ("seeds", 3), ("seeds", (0, 0)), ("equal", "steps"), ("runs", {}), ("runs", {"a": None}),
-    ("columns", ["eval/loss"]), ("column", {}),
+    ("columns", ["eval/loss"]), ("column", {}), ("depth", ("a",)), ("depth", ("a", "b")),
 ])  # fmt: skip
 def test_malformed_sweep_files_are_refused(key, value, tmp_path, capsys):
     path = tmp_path / "sweep.py"
@@ -100,6 +115,65 @@ def test_a_table_shows_diverged_seeds():
     assert cells["| a"][0].startswith("1.5000 ± 0.7071")
     assert "1 not finite" in cells["| b"][0] and cells["| b"][1].strip(" |") == ""
     assert cells["| c"][0] == "not finite"
+    _, text = sweep.table_of(pd.DataFrame(rows[4:]), {"columns": {}})  # all diverged
+    assert "| c | not finite |" in text
+
+
+def depth_table(losses):
+    """The table of runs {name: losses by seed}; each name costs a FLOP more than the one before."""
+    rows = [
+        {"name": name, "seed": seed, "eval/loss": loss, "flops": 4.0 + i}
+        for i, (name, values) in enumerate(losses.items())
+        for seed, loss in enumerate(values)
+    ]
+    sweep_file = {"columns": {}, "depth": ("half", "full")}
+    _, text = sweep.table_of(pd.DataFrame(rows), sweep_file)
+    return text, {row.split(" | ")[0].strip("| "): row for row in text.splitlines() if "|" in row}
+
+
+def test_the_price_of_depth_is_shown_where_depth_pays():
+    losses = {"half": [3.0, 3.01, 2.99], "routed": [2.9, 2.91, 2.89], "full": [2.6, 2.61, 2.59]}
+    text, rows = depth_table(losses)
+    assert "depth does not pay" not in text
+    # By hand: R = 0.1 / 0.4, and C = 1 FLOP of 2.
+    assert "| 0.25 (" in rows["routed"] and rows["routed"].endswith("| 0.50 |")
+    text, rows = depth_table(losses | {"full": [3.01, 2.98, 3.0]})
+    assert "depth does not pay" in text and rows["routed"].endswith("|  | 0.50 |")
+
+
+def test_intervals_of_the_recovered_share_cover_it():
+    draw, covered = np.random.default_rng(0), 0
+    for _ in range(1000):
+        half, full, other = (
+            (sample.mean(), sample.std(ddof=1), 4)
+            for sample in (draw.normal(mean, 0.01, 4) for mean in (3.0, 2.9, 2.94))
+        )
+        share = statistics.recovered_share(half, full, other)
+        covered += share["low"] < 0.6 < share["high"]
+    assert 930 < covered < 990
+
+
+def test_a_table_of_means_counts_diverged_seeds():
+    losses = {"a": [2.0, 2.1, math.nan], "b": [math.nan] * 3, "c": [3.0] * 3}
+    rows = [
+        {"name": name, "seed": seed, "loss": loss} | ({"selected": 0.5} if name == "c" else {})
+        for name, values in losses.items()
+        for seed, loss in enumerate(values)
+    ]
+    a, b, c = tables.means_markdown(pd.DataFrame(rows)).splitlines()[2:]
+    assert a == "| a | 2.0500 ± 0.0707 (1 not finite) |  |"
+    assert b == "| b | not finite |  |"
+    assert c == "| c | 3.0000 ± 0.0000 | 0.5000 ± 0.0000 |"
+
+
+@pytest.mark.parametrize("losses, least", [((3.0, 1.9, 2.5), 1.9), ((3.0, 1.9, math.nan), None)])
+def test_a_diverged_run_has_no_best_loss(losses, least, tmp_path, monkeypatch):
+    rows = [(10 * i, {"eval/loss": loss}) for i, loss in enumerate(losses, 1)]
+    config = {"data": {"tokenizer": "bytes"}}
+    folder = logged_run(tmp_path / "run", config, rows)
+    monkeypatch.setattr(runs_lib, "is_finished", lambda run: True)
+    (result,) = runs_lib.results([runs_lib.Run("a", folder, ())]).to_dict("records")
+    assert result["min:eval/loss"] == least or (least is None and pd.isna(result["min:eval/loss"]))
 
 
 def test_table_only_trains_nothing(tmp_path, capsys, started):

@@ -1,0 +1,95 @@
+"""Which routed blocks do something: gates, rates, targets and keys, where depth pays.
+
+    python -m efx.studies.sweep --sweep configs/sweeps/gates.py --workdir runs/gates
+    python -m efx.studies.sweep --sweep configs/sweeps/gates.py:best --workdir runs/gates_best
+
+The recipe of configs/mod.py:quick (Muon), 48 wide, 2,000 steps: 4.1M bytes of the standard library.
+Eight dense blocks are ahead of four by some 0.06 nats there. All runs have equal tokens, width and
+order of data. Parts, after a colon:
+
+    (none)     every arm, one seed
+    best       four arms and the dense models, four seeds
+    context    rows of 1,024 tokens instead of 256, one seed
+"""
+
+from efx.errors import UsageError
+
+BASE = {
+    "steps": 2000,
+    "model.width": 48,
+    "data.batch_size": 8,
+    "evaluate.every": 500,
+    "checkpoint.every": 1000,
+    "sample.every": 0,
+}
+DENSE = {"model.depth_routing.kind": "none"}
+SLOW = {"optim.lr_multipliers": ((".*/router", 0.1),)}
+POSITION = {"model.depth_routing.train_selection": "position"}
+ADAMW = {"optim.name": "adamw", "optim.learning_rate": 2e-3}
+# The square root of the capacity, for blocks that see an eighth of the tokens.
+SLOW_BLOCKS = {
+    "optim.lr_multipliers": ((".*/router", 0.1), (r"layers/block_[1357]/.*", 0.125**0.5))
+}
+
+
+def routed(**settings):
+    return {f"model.depth_routing.{name}": value for name, value in settings.items()}
+
+
+HALF, FULL = "dense, 4 deep", "dense, 8 deep"
+DEPTH = {HALF: DENSE | {"model.depth": 4}, FULL: DENSE}
+ARMS = {
+    "sigmoid, slow router": SLOW,
+    "MLP, slow router": SLOW | routed(target="mlp"),
+    "all keys, slow router": SLOW | routed(kv_for_skipped=True),
+    "identity, slow router": SLOW | routed(gate="identity"),
+    "sigmoid": {},
+    "MLP, positions": POSITION | routed(target="mlp"),
+    "positions": POSITION,
+    "identity": routed(gate="identity"),
+    "last four blocks, slow router": SLOW | routed(blocks=(4, 5, 6, 7)),
+    "half of the tokens, slow router": SLOW | routed(capacity=0.5),
+    "attention, slow router": SLOW | routed(target="attention"),
+    "all keys, positions": POSITION | routed(kv_for_skipped=True),
+    "sigmoid, normalised slow router": SLOW | routed(router_norm="rms"),
+    "gate one, auxiliary loss": routed(gate="one", causal="aux_loss"),
+    "slow router, capacity from 1 to 1/8": SLOW
+    | routed(capacity_stages=((0.15, 1.0), (0.3, 0.5), (0.45, 0.25))),
+    "slow router, slow routed blocks": SLOW_BLOCKS,
+    "tanh, slow router": SLOW | routed(gate="tanh"),
+    "twice sigmoid, slow router": SLOW | routed(gate="twice_sigmoid"),
+    "identity, auxiliary loss (paper)": routed(gate="identity", causal="aux_loss"),
+    "sigmoid, normalised router": routed(router_norm="rms"),
+    "all keys, identity, slow router": SLOW | routed(kv_for_skipped=True, gate="identity"),
+    "MLP, identity, slow router": SLOW | routed(target="mlp", gate="identity"),
+    "every block, slow router": SLOW | routed(every=1),
+    "AdamW, sigmoid": ADAMW,
+    "AdamW, sigmoid, slow router": ADAMW | SLOW,
+    "AdamW, dense, 8 deep": ADAMW | DENSE,
+    "AdamW, dense, 4 deep": ADAMW | DENSE | {"model.depth": 4},
+}
+BEST = ()  # named after the arms with one seed are finished
+LONG = {"data.seq_len": 1024, "data.batch_size": 2}
+CONTEXT = "sigmoid, slow router", "all keys, slow router", "MLP, slow router"
+COLUMNS = {
+    "loss with routed blocks off": "eval/loss_routed_off",
+    "loss by top-k": "eval/loss_topk",
+    "routed": "eval/router/routed_fraction",
+}
+
+
+def get_sweep(part=""):
+    if part not in ("", "best", "context"):
+        raise UsageError(f"gates.py:{part}: use best, context or no part")
+    names = {"": ARMS, "best": BEST, "context": CONTEXT}[part]
+    arms = DEPTH | {name: ARMS[name] for name in names}
+    if part == "context":
+        arms = {name: changes | LONG for name, changes in arms.items()}
+    return dict(
+        config="configs/mod.py:quick",
+        seeds=(0, 1, 2, 3) if part == "best" else (0,),
+        equal="",
+        runs={name: BASE | changes for name, changes in arms.items()},
+        columns=COLUMNS,
+        depth=(HALF, FULL),
+    )
