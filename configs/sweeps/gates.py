@@ -24,7 +24,7 @@ BASE = {
 }
 DENSE = {"model.depth_routing.kind": "none"}
 SLOW = {"optim.lr_multipliers": ((".*/router", 0.1),)}
-POSITION = {"model.depth_routing.train_selection": "position"}
+POSITION = {"model.depth_routing.score": "position", "model.depth_routing.gate": "one"}
 ADAMW = {"optim.name": "adamw", "optim.learning_rate": 2e-3}
 # The square root of the capacity, for blocks that see an eighth of the tokens.
 SLOW_BLOCKS = {

@@ -64,8 +64,8 @@ def size_of(width, depth, heads=None):
     return BASE | changes | {"model.attention.num_heads": heads or HEADS[width]}
 
 
-def control(selection):
-    return {"model.depth_routing.train_selection": selection}
+def control(score):
+    return {"model.depth_routing.score": score, "model.depth_routing.gate": "one"}
 
 
 SIZES = {
@@ -82,7 +82,7 @@ def families_of(sizes):
         "dense": DENSE,
         "dense, half as deep": DENSE | {"model.depth": half},
         "MoD 12.5%": {},
-        "threshold in training too": control("threshold"),
+        "threshold in training too": {"model.depth_routing.train_selection": "threshold"},
         "staged MoDE": {
             "model.mlp.kind": "moe",
             "model.mlp.moe.num_experts": 8,

@@ -3,6 +3,7 @@
 from efx.layers import flops
 from efx.layers.report import Report
 from efx.routing.decisions import DECISIONS
+from efx.routing.scores import SCORES
 
 
 def attention_flops(b, tokens, pairs, context=None, width=None, has_output=True):
@@ -60,11 +61,10 @@ def _soft_mlp_flops(b, tokens):
 
 
 def routing_flops(b, r, length):
-    """{component: FLOPs} of the router, its decisions, and the skip MLP, which computes every token
+    """{component: FLOPs} of the score, the decisions, and the skip MLP, which computes every token
     and is used for the skipped ones."""
-    router = 0 if r.is_control else flops.matmul(length, b.width, 1)
-    trained = (DECISIONS[name].flops(r, b.width, length) for name in r.trained_decisions)
-    counted = {"router": router + sum(trained)}
+    modules = SCORES[r.score], *(DECISIONS[name] for name in r.trained_decisions)
+    counted = {"router": sum(module.flops(r, b.width, length) for module in modules)}
     if r.skip_mlp:
         counted["skip_mlp"] = b.mlp.matrices * flops.matmul(length, b.width, r.skip_mlp)
     return counted

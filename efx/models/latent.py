@@ -140,10 +140,9 @@ class LatentConfig(ModelConfig):
         result._check_widths()
         check_stack(result, self.depth)
         routing = self.depth_routing
-        if routing.needs_token_places:
-            raise UsageError(
-                f"{routing.where}.train_selection={routing.train_selection!r}: not with "
-                "config.model.family='latent', because latents have no token type"
+        if routing.reads_token_ids:
+            routing.refuse(
+                "score", "not with config.model.family='latent', because latents have no token id"
             )
         return result
 

@@ -214,7 +214,7 @@ def test_cached_decoding_is_the_full_forward(name, monkeypatch):
     if name == "mod_options":  # its capacity is short: overflow is left out, and counted
         assert np.sum([cache["layers"][f"block_{i}"]["overflow"] for i in (0, 1)]) > 0
     if name == "moe":
-        assert np.sum(cache["layers"]["block_1"]["mlp"]["dropped"]) > 0
+        assert np.sum(cache["layers"]["block_1"]["mlp"]["overflow"]) > 0
 
 
 @some_rows("mod_options", slow=("mode_staged", "dropout_elementwise_mod"))

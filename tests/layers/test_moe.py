@@ -124,7 +124,7 @@ def token_choice(c, params, activation):
     return y_BTD, {
         "load_balance": choices * (load_E * p.mean(0)).sum(),
         "router_z": np.mean(np.log(np.exp(logits_BTE[VALID_BT]).sum(-1)) ** 2),
-        "moe/dropped_fraction": load_E[: c.num_experts].sum() - computed,
+        "moe/overflow_fraction": load_E[: c.num_experts].sum() - computed,
         "moe/entropy": -(p * np.log(p)).sum(-1).mean(),
         "moe/max_load": choices * load_E[: c.num_experts].max(),
         "moe/noop_fraction": load_E[c.num_experts :].sum(),
@@ -144,7 +144,7 @@ def expert_choice(c, params, selection):
     g, top, selected = gate_BTE[VALID_BT], top_BTE[VALID_BT], selected_BTE[VALID_BT]
     return sum_of_experts(params, gate_BTE * computed_BTE), {
         "expert_bce": -np.log(np.where(top, g, 1 - g)).mean(),
-        "moe/dropped_fraction": 1 - admitted_BTE.sum() / load_E.sum(),
+        "moe/overflow_fraction": 1 - admitted_BTE.sum() / load_E.sum(),
         "moe/entropy": -(g * np.log(g) + (1 - g) * np.log(1 - g)).mean(),
         "moe/max_load": load_E.max() / load_E.mean(),
         "moe/decided_fraction": load_E.mean() / VALID_BT.sum(),
@@ -156,7 +156,7 @@ def expert_choice(c, params, selection):
 def assert_same(got, expected):
     np.testing.assert_allclose(got[0], expected[0], atol=1e-4)
     assert got[1] == pytest.approx(expected[1], rel=1e-4, abs=1e-6)
-    assert expected[1]["moe/dropped_fraction"] > 0
+    assert expected[1]["moe/overflow_fraction"] > 0
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_logits_of_a_prefix_depend_on_its_tokens_alone(changes):
         step = families.decoder(model, {"params": params}, cache_size)
         logits_BTV, cache = families.read(step, cache, tokens_BT[:batch, :prefix], calls)
         assert_equal(logits_BTV, slice(batch))
-        assert all(np.all(block["mlp"]["dropped"] > 0) for block in cache["layers"].values())
+        assert all(np.all(block["mlp"]["overflow"] > 0) for block in cache["layers"].values())
 
 
 def test_every_second_block():
@@ -474,13 +474,13 @@ def test_evaluation_reports_experts(name):
     evaluator = Evaluator(families.build(name), config, Held(), mesh, sharding.DEFAULT_RULES)
     with sharding.use(mesh, sharding.DEFAULT_RULES):
         rows = evaluator(families.params_of(name), {})
-    blocks = [rows[f"eval/moe/dropped_fraction/block_{i}"] for i in (0, 1)]
-    assert rows["eval/moe/dropped_fraction"] == pytest.approx(np.mean(blocks))
+    blocks = [rows[f"eval/moe/overflow_fraction/block_{i}"] for i in (0, 1)]
+    assert rows["eval/moe/overflow_fraction"] == pytest.approx(np.mean(blocks))
     if name == "moe_expert_choice":
         assert rows["eval/loss_topk"] != rows["eval/loss"] and "eval/moe/accuracy" in rows
         return
     computed = rows["eval/moe/computed_fraction"]
-    lost = rows["eval/moe/noop_fraction"] + rows["eval/moe/dropped_fraction"]
+    lost = rows["eval/moe/noop_fraction"] + rows["eval/moe/overflow_fraction"]
     assert computed == pytest.approx(1 - lost, abs=1e-6)
     changes = {**families.FAMILIES[name].changes, "mlp.moe.computed_fraction": computed}
     nominal = families.make(changes).ledger(config.data.seq_len).nominal_per_token
