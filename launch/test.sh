@@ -3,6 +3,7 @@
 #
 #   ./launch/test.sh                                       # tests of an extra not installed skip
 #   ./launch/test.sh --all                                 # and the slow ones
+#   ./launch/test.sh --family mod_options                   # all properties of a row of tests/families.py
 #   ./launch/test.sh --extras dev,interop,notebooks        # install these and test them too
 #   ./launch/test.sh tests/house -k einsum                  # any arguments of pytest
 #
@@ -15,6 +16,7 @@ set -euo pipefail
 root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 arguments=()
 tier=(-m 'not slow')
+dist=loadfile
 while [ $# -gt 0 ]; do
   case "$1" in
     --extras)
@@ -24,6 +26,12 @@ while [ $# -gt 0 ]; do
       ;;
     --extras=*) export EFX_EXTRAS="${1#*=}" ;;
     --all) tier=() ;;
+    --family)
+      [ $# -gt 1 ] || { echo "efx: error: --family: no name; use a row of tests/families.py" >&2; exit 2; }
+      tier=(--family "$2" tests/contract)
+      dist=load
+      shift
+      ;;
     *) arguments+=("$1") ;;
   esac
   shift
@@ -31,5 +39,5 @@ done
 
 python="$(bash "$root/launch/environment.sh")"
 cd -- "$root"
-exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 \
+exec "$python" -m pytest -n 2 --dist "$dist" --no-loadscope-reorder --max-worker-restart=0 \
   ${tier[@]+"${tier[@]}"} ${arguments[@]+"${arguments[@]}"}

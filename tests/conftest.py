@@ -20,6 +20,7 @@ os.environ.setdefault(
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1.0")
 
 import devices
+import families
 import jax
 import pytest
 
@@ -35,15 +36,14 @@ jax.config.update("jax_compilation_cache_dir", str(_CACHE))
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# What `pytest -m quick` runs, in a minute on two cores: the tests that notice most faults a second
-# (benchmarks/mutations.py), five rows of the contract of families, and three runs from end to end.
-# Slow tests among them are left out.
+# What `pytest -m quick` runs, in a minute on two cores: the tests that notice most faults a second,
+# three properties of rows that have every kind of part, and three runs from end to end. Slow tests
+# among them are left out.
 QUICK = {
     "test_selection",
     "test_data", "test_data_changes", "test_decisions", "test_losses", "test_means", "test_optim",
     "test_routing", "test_run_dir", "test_settings",
 }  # fmt: skip
-QUICK_ROWS = {"mod_options", "moe", "streams_masks", "latent_parts", "dropout_elementwise_mod"}
 QUICK_PROPERTIES = {
     "test_causal", "test_cached_decoding_is_the_full_forward",
     "test_the_ledger_is_what_is_executed",
@@ -59,12 +59,43 @@ QUICK_TESTS = {
 }
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--family", metavar="NAME", help="run all properties of one row of FAMILIES")
+
+
+def pytest_configure(config):
+    name = config.option.family
+    if name and name not in families.FAMILIES:
+        rows = ", ".join(families.FAMILIES)
+        raise pytest.UsageError(
+            f"--family={name}: not a row of tests/families.py; use one of {rows}"
+        )
+
+
+def pytest_generate_tests(metafunc):
+    mark = metafunc.definition.get_closest_marker("every_row")
+    if mark:
+        only = metafunc.config.option.family
+        metafunc.parametrize("name", families.rows_of(*mark.args, **mark.kwargs, only=only))
+
+
+def _is_selected(item, family):
+    if not item.get_closest_marker("every_row"):
+        return not family
+    params = item.callspec.params
+    if family:
+        return params["name"] == family
+    return params.get("mesh") in (None, families.mesh_of(params["name"]))
+
+
+def pytest_collection_modifyitems(config, items):
+    items[:] = [item for item in items if _is_selected(item, config.option.family)]
+    rows = families.cover(families.FAMILIES, families.Grain.KINDS)
     for item in items:
         row = item.callspec.params.get("name") if hasattr(item, "callspec") else None
         shared = item.path.stem == "test_families" and item.originalname in QUICK_PROPERTIES
         quick = item.path.stem in QUICK or item.originalname in QUICK_TESTS
-        if (quick or (shared and row in QUICK_ROWS)) and not item.get_closest_marker("slow"):
+        if (quick or (shared and row in rows)) and not item.get_closest_marker("slow"):
             item.add_marker("quick")
 
 

@@ -1,12 +1,16 @@
 """FAMILIES: every family and variant of model as one small example, for tests of what all share.
 
-test_families.py holds each row to every property, the rows of SLOW with `--all` alone. Between them
-they have every mechanism and every pair of mechanisms that a row can combine. EXAMPLES add no pair:
-they are the plain models of other tests.
+A test marked `every_row` holds each row to a property that its model can have. A row is a set of
+mechanisms, which are read from its settings: the default tests take rows that between them have
+every mechanism of one `Grain`, `--all` those of a finer one, and `--family NAME` the row NAME.
 """
 
 import dataclasses
+import enum
 import functools
+import itertools
+import re
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +20,9 @@ from flax import linen as nn
 
 from efx import models
 from efx.configs import common
+from efx.errors import UsageError
 from efx.layers import flops
+from efx.models.stack import period
 from efx.train import losses
 
 BATCH, LENGTH, VOCAB = 8, 32, 45
@@ -35,11 +41,6 @@ class Family:
     changes: dict
     looks_ahead: bool = False
     losses: tuple = ()
-
-    @property
-    def routed(self):
-        kinds = ("depth_routing.kind", "mlp.kind", "adapter.routing")
-        return any(kind in self.changes for kind in kinds)
 
 
 def dotted(settings, prefix=""):
@@ -63,7 +64,7 @@ def _mod(losses=("router_bce",), looks_ahead=True, depth_routing=None, **setting
 
 
 def _control(name, **depth_routing):
-    routing = dict(kind="mod", capacity=0.5, train_selection=name)
+    routing = dict(kind="mod", capacity=0.5, score=name, gate="one")
     return _row(depth_routing=routing | depth_routing)
 
 
@@ -173,6 +174,14 @@ FAMILIES = {
         attention=dict(bias="qkv", num_kv_heads=2, window=9),
         depth_routing=dict(every=1, also_train=("threshold",), **FOR_SKIPPED),
     ),
+    "mod_attention": _mod(
+        attention=dict(window=9), depth_routing=dict(target="attention", every=1, capacity=0.4)
+    ),
+    "mod_mlp": _mod(
+        block_kind="parallel",
+        attention=dict(num_kv_heads=2),
+        depth_routing=dict(target="mlp", every=1, capacity=0.4, skip_mlp=16, router_norm="rms"),
+    ),
     "recursion": _mod(
         depth=4,
         attention=dict(num_kv_heads=2, chunk=10),
@@ -200,11 +209,6 @@ FAMILIES = {
         ("router_bce", *MOE_LOSSES), depth_routing=dict(every=1), mlp=experts(num_noop=2)
     ),
     "mode_integrated": _row(MOE_LOSSES, mlp=experts(num_noop=2, capacity_factor=1.25)),
-    "mode_expert_choice": _mod(
-        ("router_bce", "expert_bce"),
-        depth_routing=dict(every=1, kv_for_skipped=True),
-        mlp=experts(router="expert_choice", capacity=0.4),
-    ),
     "dropout_elementwise_mod": _mod(
         ("predictor_bce", *PENALTIES),
         preset="gpt2",
@@ -248,16 +252,6 @@ FAMILIES = {
         dropout=masks(granularity="token") | dict(sites=NO_PROBS[1:]),
     ),
     "mup": _row(preset="gpt2", mup=dict(base_width=16), initialisation="spike_no_more"),
-    "streams_same": _streams(
-        cross_source="same_layer",
-        cross_heads=8,
-        attention=dict(chunk=20),
-        use_bias=True,
-        output_positions="subtract_norm",
-        embedding_loss_gains=True,
-        mup=dict(base_width=16),
-        initialisation="spike_no_more",
-    ),
     "streams_parallel": _streams(
         cross_source="previous_layer",
         order="cross_first",
@@ -278,7 +272,7 @@ FAMILIES = {
         embedding_loss_gains=True,
         mup=dict(base_width=16),
         attention=dict(chunk=20, bias="qkv"),
-        mlp=experts(every=2),
+        mlp=experts(),
         dropout=dict(kind="elementwise"),
     ),
     "streams_mod": _streams(
@@ -290,24 +284,13 @@ FAMILIES = {
         attention=dict(rope_fraction=0.5, no_rope_every=2, num_kv_heads=2, chunk=10),
         cross_heads=8,
         depth_routing=dict(
-            kind="mod", capacity=0.5, every=1, causal="aux_loss", also_train=("threshold",)
-        ),
-    ),
-    "streams_mod_context": _streams(
-        ("router_bce", *MOE_LOSSES),
-        True,
-        cross_source="same_layer",
-        order="cross_first",
-        attention=dict(window=9),
-        depth_routing=dict(
             kind="mod",
-            blocks=(1, 2, 3),
-            capacity=(0.5, 0.7, 0.3),
+            target="attention",
+            blocks=(0, 2),
+            capacity=(0.5, 0.7),
             causal="aux_loss",
-            slack=1.0,
-            **FOR_SKIPPED,
+            also_train=("threshold",),
         ),
-        mlp=experts(every=2, expert_hidden=0, renormalise=False),
     ),
     "streams_mod_serial": _streams(
         ("router_bce", *PENALTIES),
@@ -354,7 +337,6 @@ FAMILIES = {
         ("router_bce",),
         True,
         group_size=6,
-        memory_global=2,
         depth_routing=dict(
             kind="mod",
             capacity=0.5,
@@ -400,8 +382,9 @@ FAMILIES = {
     ),
     "adapter": _row(preset="gpt2", adapter=adapters("mlp", gate=True)),
     "adapter_mod": _row(
+        looks_ahead=True,
         depth_routing=dict(
-            kind="mod", train_selection="token_hash", capacity=0.5, every=1, **FOR_SKIPPED
+            kind="mod", score="token_hash", gate="one", capacity=0.5, every=1, **FOR_SKIPPED
         ),
         adapter=adapters(experts=3, routing="topk", sites=".*/(query|key|up)"),
     ),
@@ -435,21 +418,91 @@ FAMILIES = {
         ),
     ),
 }
-NAMES = tuple(FAMILIES)
-SLOW = set(
-    "adapter_latent adapter_recursion adapter_streams dropout_attention latent latent_levels "
-    "latent_masks latent_moe latent_window mode_expert_choice recursion_context streams_moe "
-    "streams_parallel streams_mod_serial".split()
-)
-EXAMPLES = set(
-    "adapter dropout_attention_mod gpt2 latent_memory llama mod mod_capacity_list "
-    "mod_context mode_integrated moe_switch mup neox soft soft_options streams_mod "
-    "streams_same".split()
-)
-HELD = tuple(name for name in NAMES if name not in EXAMPLES)
 
 
-def rows(names, slow=SLOW):
+class Grain(enum.IntEnum):
+    """How finely the mechanisms of rows are told apart, and so how many rows have all of them."""
+
+    NONE = 0  # no row
+    ONE = 1  # the row with the most mechanisms
+    KINDS = 2  # families, and kinds of parts, such as `mlp.kind`
+    SELECTIONS = 3  # and values of settings that select tokens, such as `train_selection`
+    CHOICES = 4  # and values of all settings that have names as values
+    ALL = 5  # and all other settings that a row changes, and pairs of kinds
+
+
+def mechanisms(name, grain):
+    """The mechanisms of a row: "family=latent", "mlp.kind=moe", "attention.window"."""
+    found = {each: [] for each in Grain}
+    for key, value in FAMILIES[name].changes.items():
+        values = value if isinstance(value, tuple) else (value,)
+        each = Grain.CHOICES
+        if re.fullmatch(r"family|\w+\.kind", key):
+            each = Grain.KINDS
+        elif key.endswith(("selection", "router", "routing", "target")):
+            each = Grain.SELECTIONS
+        is_choice = all(isinstance(value, str) for value in values)
+        if not is_choice or key in ("adapter.experts", "adapter.sites"):
+            found[Grain.ALL].append(key)
+        else:
+            found[each] += [f"{key}={value}" for value in values]
+    found[Grain.ALL] += itertools.combinations(found[Grain.KINDS], 2)
+    return {mechanism for each in Grain if each <= grain for mechanism in found[each]}
+
+
+def cover(names, grain, chosen=()):
+    """Rows that have all mechanisms of `names`: `chosen`, then those with the most new ones."""
+    chosen = [*chosen]
+    if grain <= Grain.ONE:
+        return chosen or cover(names, Grain.KINDS)[: int(grain)]
+    found = {name: mechanisms(name, grain) for name in names}
+    missing = set().union(*found.values()).difference(*(found[name] for name in chosen))
+    while missing:
+        chosen.append(max(found, key=lambda name: len(found[name] & missing)))
+        missing -= found[chosen[-1]]
+    return chosen
+
+
+# Grains of the rows that the default tests and that `--all` take.
+CHEAP = dict(default=Grain.CHOICES, whole=Grain.ALL)
+COSTLY = dict(default=Grain.KINDS, whole=Grain.CHOICES)
+RARE = dict(default=Grain.ONE, whole=Grain.KINDS)  # for what seldom differs between rows
+
+
+def every_row(can=lambda model: True, **grains):
+    """Mark a test of a property, with an argument `name`, that every row has.
+
+    Args:
+      can: predicate on a row's model, whether it can have the property.
+      grains: CHEAP, COSTLY, RARE or others.
+    """
+    return pytest.mark.every_row(can, **{**COSTLY, **grains})
+
+
+def rows_of(can, default, whole, only=None):
+    """Parameters of a test marked `every_row`; `only`: the one row, or None."""
+    names = [name for name in ([only] if only else FAMILIES) if can(build(name))]
+    if only:
+        return names
+    by_default = cover(names, default)
+    return rows(cover(names, whole, by_default), set(names) - set(by_default))
+
+
+MESHES = {
+    "data": dict(data=8),
+    "mixed": dict(data=2, fsdp=2, tensor=2),
+    "expert": dict(data=2, fsdp=2, expert=2),
+    "sequence": dict(data=2, sequence=4),
+    "places and features": dict(data=2, tensor=2, sequence=2),
+}
+
+
+def mesh_of(name):
+    """The mesh on which the suite holds a row to a property; it depends on no other row."""
+    return list(MESHES)[zlib.crc32(name.encode()) % len(MESHES)]
+
+
+def rows(names, slow):
     """Names of rows, or tuples that begin with one, as parameters of a test; some are slow."""
     params = []
     for each in names:
@@ -495,6 +548,80 @@ def make(changes, dtype="float32", vocab_size=VOCAB, context=LENGTH):
 def build(name, dtype="float32"):
     """The model of a row."""
     return make(FAMILIES[name].changes, dtype)
+
+
+def skips_tokens(model):
+    """Whether it has routed blocks."""
+    return any(spec.routing is not None for spec in model.blocks().values())
+
+
+def has_entrances(model):
+    """Whether it has adapters that select their tokens."""
+    return hasattr(model, "adapter") and model.adapter.has_entrances
+
+
+def selects_tokens(model):
+    """Whether it has a limited number of slots for tokens: in routed blocks, experts, adapters."""
+    blocks = [b for spec in model.blocks().values() for b in spec.blocks]
+    return skips_tokens(model) or has_entrances(model) or any(b.moe for b in blocks)
+
+
+def draws(model):
+    """Whether training selects tokens by random numbers, which depend on the row's number."""
+    return skips_tokens(model) and refuses(
+        lambda: jax.eval_shape(model.apply, variable_shapes(model), tokens(batch=1))
+    )
+
+
+def can_pack(model):
+    """Whether a row may hold several documents."""
+    return not refuses(model.check_packing)
+
+
+@functools.cache
+def scanned(model):
+    """The same with scanned layers, as few as repeat a pattern; None if they cannot be scanned."""
+    depth = model.config.depth
+    for each in (depth, depth + 1, 2 * depth):
+        changed = models.changed(model, depth=each, scan_layers=True)
+        if not refuses(lambda: period(changed.config.resolved() and changed.specs())):  # noqa: B023
+            return changed
+    return None
+
+
+def can_scan(model):
+    return scanned(model) is not None
+
+
+def refuses(function):
+    try:
+        function()
+    except UsageError:
+        return True
+    return False
+
+
+def with_capacity(model, share=1.0, slack=1.0):
+    """The same with `share` of its capacities, and this slack."""
+    c, moe = model.config, model.config.mlp.moe
+    changes = {
+        "mlp.moe.capacity": share * moe.capacity,
+        "mlp.moe.capacity_factor": share * slack,
+        "mlp.moe.slack": slack,
+    }
+    if skips_tokens(model):
+        r, key = c.depth_routing, "depth_routing."
+        several = r.capacity if isinstance(r.capacity, tuple) else (r.capacity,)
+        less = tuple(1.0 if each == 1 else share * each for each in several)
+        changes[key + "capacity"] = less if isinstance(r.capacity, tuple) else less[0]
+        changes[key + "slack"] = slack
+    model = models.changed(model, **changes)
+    if has_entrances(model):
+        a = model.adapter
+        model = model.clone(
+            adapter=dataclasses.replace(a, capacity=share * a.capacity, slack=slack)
+        )
+    return model
 
 
 @functools.cache
@@ -614,10 +741,10 @@ def logits_of(name, tokens_BT, selection="causal"):
     return np.asarray(forward(name, selection)(params_of(name), tokens_BT))
 
 
-def loss_fn(model):
+def loss_fn(model, state=None):
     """(params, tokens) -> scalar: cross-entropy and all sown losses, routed as in training."""
     model = model.clone(selection="train")
-    state = random_state(model)
+    state = random_state(model) if state is None else state
 
     def loss(params, tokens_BT):
         logits, sown = model.apply(

@@ -17,7 +17,6 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
-import test_families
 from hypothesis import strategies as st
 
 from efx import models
@@ -59,21 +58,21 @@ def routing(draw, depth, recursion, by_type=True, further=0):
     kind = draw(st.sampled_from(["none", "mod", "mod", "recursion"]))
     if kind == "none" or (kind == "recursion" and (depth < 3 or not recursion)):
         return {}
-    controls = ["position", "stochastic", *["token_hash"] * by_type]
-    controls = controls if kind == "mod" else []
+    scores = ["router", "router", "position", "stochastic", *["token_hash"] * by_type]
     changes = pick(
         draw, "depth_routing.",
         gate=["identity", "sigmoid", "tanh", "twice_sigmoid", "one"],
-        train_selection=["topk", "topk", "threshold", *controls],
+        score=scores, train_selection=["topk", "topk", "threshold"],
         causal=["aux_loss", "predictor", "threshold"], also_train=[(), ("threshold", "predictor")],
         predictor_hidden=[0, 5], slack=[1.0, 1.3, 2.0],
         kv_for_skipped=[False, True], skip_mlp=[0, 8],
     )  # fmt: skip
-    if changes["depth_routing.train_selection"] in controls:  # without router and decisions
-        unused = ["gate", "causal", "also_train", "predictor_hidden"]
-        unused += ["slack"] * (changes["depth_routing.train_selection"] == "position")
-        changes = {k: v for k, v in changes.items() if k.rpartition(".")[2] not in unused}
+    if changes["depth_routing.score"] != "router" and changes["depth_routing.causal"] == "aux_loss":
+        changes["depth_routing.causal"] = "threshold"  # which needs no parameters
     if kind == "mod":
+        changes |= pick(draw, "depth_routing.", target=["block", "block", "attention", "mlp"])
+        if changes["depth_routing.target"] == "mlp":  # all tokens pass the attention
+            changes["depth_routing.kv_for_skipped"] = False
         if draw(st.booleans()):
             every = changes["depth_routing.every"] = draw(one_in(depth))
             count = depth // every + further // every
@@ -286,12 +285,11 @@ def build(members, bridges):
 def with_capacity_for_all(model):
     """The same with capacity for every token that routers select, in bridges too."""
     if hasattr(model, "anchor_model"):
-        members = tuple(map(test_families.with_capacity_for_all, model.augment_models))
         return model.clone(
-            anchor_model=test_families.with_capacity_for_all(model.anchor_model),
-            augment_models=members,
+            anchor_model=with_capacity_for_all(model.anchor_model),
+            augment_models=tuple(map(with_capacity_for_all, model.augment_models)),
         )
-    return test_families.with_capacity_for_all(model)
+    return families.with_capacity(model, slack=100.0)
 
 
 class Held:
@@ -391,7 +389,8 @@ def check_documents(held, tokens_BT, first, alone):
         other_BT = np.where(changed_BT, (tokens_BT + 1) % VOCAB, tokens_BT)
         after_BTV = held.logits(other_BT, *both[1:])
         kept_BT = ~changed_BT & (place_1T < last)
-        np.testing.assert_array_equal(after_BTV[kept_BT], before_BTV[kept_BT])
+        # Routed tokens of one document move the chunks of another, which add in another order.
+        np.testing.assert_allclose(after_BTV[kept_BT], before_BTV[kept_BT], atol=1e-5)
     if alone:
         held = Held(with_capacity_for_all(held.model), 0, held.variables)
         apart = row(np.roll(tokens_BT, -first, axis=1), last - first)
@@ -409,10 +408,8 @@ def check(members, bridges, batch, seed):
     # Groups are cut where the row has them: a document is as if alone where it begins with one.
     group = max(member.get("group_size", 1) for member in members)
     memory = any(member.get(f"memory_{kind}") for member in members for kind in ("local", "global"))
-    # Random places depend on the row, and of fixed ones the last may find no slot: the share
-    # of a document in its row is rounded.
-    controls = "stochastic", "position", "token_hash"
-    drawn = any(member.get("depth_routing.train_selection") in controls for member in members)
+    # Random scores depend on the row.
+    drawn = any(member.get("depth_routing.score") == "stochastic" for member in members)
     firsts = range(group, CONTEXT - 1, group)
     if firsts and not memory:
         check_documents(held, tokens_BT, int(held.rng.choice(firsts)), alone=not drawn)

@@ -14,9 +14,19 @@ from efx.train.step import by_layer
 
 
 def test_every_resolved_config_resolves_to_itself():
-    for name in families.HELD:
+    for name in families.FAMILIES:
         config = families.build(name).config
         assert config.resolved() == config, name
+
+
+def test_a_row_with_a_new_choice_is_in_the_tests_by_default(monkeypatch):
+    routing = {"depth_routing.kind": "mod", "depth_routing.gate": "one"}
+    rows = {"new": families.Family(routing), "same": families.Family(routing)}
+    monkeypatch.setattr(families, "FAMILIES", {**families.FAMILIES, **rows})
+    for can in (families.can_scan, families.skips_tokens):
+        params = families.rows_of(can, **families.CHEAP)
+        assert {"new"} == {p.values[0] for p in params if not p.marks} & rows.keys()
+        assert "new" in {p.values[0] for p in families.rows_of(can, **families.COSTLY)}
 
 
 STREAMS = ("block_0/encoder_0", "block_0/decoder", "last/block_0/decoder")
@@ -34,7 +44,7 @@ REPORTING = {
     "recursion": {"router/recall": ["recursion_1", "recursion_2"]},
     "streams_moe": {
         "dropout/kept": ["embedding", *STREAMS[:2], "block_1/encoder_0", "block_1/decoder"],
-        "moe/entropy": ["block_1/encoder_0", "block_1/decoder"],
+        "moe/entropy": [*STREAMS[:2], "block_1/encoder_0", "block_1/decoder"],
     },
     # Of a level outside of its blocks: where it compresses, and the attention that spreads.
     "latent_masks": {

@@ -1,12 +1,7 @@
-"""What every family of models keeps: each property of the contract on the rows of FAMILIES.
-
-What a feature can break on its own (causality, cached decoding, the ledger) is held on every row.
-What belongs to the machinery (bfloat16, scanned and recomputed layers, devices, packed rows) is
-compiled for rows that between them have every mechanism.
-"""
+"""What every family of models guarantees: each property holds for every row of FAMILIES whose model
+can have it; tests/families.py selects the rows of each run."""
 
 import collections
-import dataclasses
 import functools
 import math
 import re
@@ -16,35 +11,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import BATCH, FAMILIES, HELD, LENGTH, VOCAB
+from families import BATCH, CHEAP, FAMILIES, LENGTH, MESHES, RARE, VOCAB, Grain, every_row
 from flax import linen as nn
 
 from efx import models
-from efx.config import schema
 from efx.layers import attend, flops
 from efx.layers import selection as selection_lib
 from efx.layers.attention import Attention
 from efx.layers.mlp import MLP
 from efx.layers.moe import MoE
 from efx.layers.soft_experts import SoftMLP
-from efx.models.stack import Layer, period, scan_params
+from efx.models.stack import Layer, convert_layers, scan_params
 from efx.parallel import sharding
-
-every_family = pytest.mark.parametrize("name", families.rows(HELD))
-
-
-def some_rows(*default, slow=()):
-    return pytest.mark.parametrize("name", families.rows([*default, *slow], slow))
-
-
-# Places after which tokens are changed, one for each row of a batch.
-CUTS = (0, 1, 4, 11, 12, 17, 25, 30)
-
 
 # ---- the forward pass --------------------------------------------------------------------------
 
 
-@every_family
+@every_row(**CHEAP)
 def test_logits_are_finite_float32_of_the_right_shape(name):
     logits_BTV = families.logits_of(name, families.tokens())
     assert logits_BTV.shape == (BATCH, LENGTH, VOCAB)
@@ -53,10 +36,7 @@ def test_logits_are_finite_float32_of_the_right_shape(name):
     assert logits_BTV.std() > 0.1  # large enough for the comparisons below to mean something
 
 
-@some_rows(
-    *("llama_options", "mod_options", "mode_staged", "streams_masks"),
-    slow=("moe_expert_choice", "dropout_elementwise_mod", "latent_parts", "adapter_mod"),
-)
+@every_row(**RARE)
 def test_bfloat16_is_close(name):
     model = families.build(name, "bfloat16")
     run = families.jit(functools.partial(model.apply, rngs=families.keys()))
@@ -68,11 +48,11 @@ def test_bfloat16_is_close(name):
     # A token whose score is next to nothing may be routed in one and not in the other; most
     # tokens, and without routing all, differ by rounding.
     assert np.median(error_BT) < 0.1
-    if not FAMILIES[name].routed:
+    if not families.selects_tokens(model):
         assert error_BT.max() < 0.3
 
 
-@some_rows("dropout_elementwise_mod", slow=("moe_expert_choice", "streams_masks", "latent_window"))
+@every_row(**RARE)
 def test_gradients_are_summed_in_float32(name):
     """Of what is broadcast in bfloat16, a bias or a position, GPUs sum the gradient as it comes."""
     loss = families.loss_fn(families.build(name, "bfloat16"))
@@ -84,48 +64,48 @@ def test_gradients_are_summed_in_float32(name):
             assert summed.dtype != jnp.bfloat16 or result.size == summed.size, where
 
 
-@pytest.mark.slow
-def test_jit_is_no_jit():
-    model = models.changed(families.build("mod_options"), depth=1)
-    arguments = {"params": families.random_params(model)}, families.tokens(batch=2)
-    np.testing.assert_allclose(
-        model.apply(*arguments), families.jit(model.apply)(*arguments), atol=2e-5
-    )
+@every_row(default=Grain.NONE, whole=Grain.ONE)
+def test_jit_is_no_jit(name):
+    model, arguments = families.build(name), (families.variables_of(name), families.tokens(batch=2))
+    apply = functools.partial(model.apply, rngs=families.keys())
+    np.testing.assert_allclose(apply(*arguments), families.jit(apply)(*arguments), atol=2e-5)
 
 
-def changed_after_cuts():
-    """(tokens, the same with every token of row b after CUTS[b] changed, which these are)."""
-    tokens_BT = families.tokens()
-    later_BT = np.arange(LENGTH)[None] > np.array(CUTS)[:, None]
-    return tokens_BT, jnp.where(later_BT, (tokens_BT + 1) % VOCAB, tokens_BT), later_BT
+def changes_of_earlier_logits(name, selection):
+    """[(k, largest change of a logit at 0..k when token k + 1 changes)], where it is not 0."""
+    tokens_BT, place_T, found = families.tokens(), np.arange(LENGTH), []
+    before_BTV = families.logits_of(name, tokens_BT, selection)
+    for start in range(0, LENGTH - 1, BATCH):
+        k_B = start + np.arange(BATCH)  # of each row another token
+        changed_BT = place_T == k_B[:, None] + 1
+        other_BT = jnp.where(changed_BT, (tokens_BT + 1) % VOCAB, tokens_BT)
+        after_BTV = families.logits_of(name, other_BT, selection)
+        change_BT = np.abs(after_BTV - before_BTV).max(axis=-1)
+        assert np.all(change_BT[changed_BT] > 0)
+        earlier_B = np.where(place_T <= k_B[:, None], change_BT, 0).max(axis=-1)
+        found += [(k, change) for k, change in zip(k_B, earlier_B, strict=True) if change > 0]
+    return found
 
 
-@every_family
+def assert_no_look_ahead(name, selection):
+    """Not by a bit."""
+    changes = changes_of_earlier_logits(name, selection)
+    k = changes[0][0] if changes else None
+    assert not changes, f"logits at 0..{k} changed when token {k + 1} changed"
+
+
+@every_row(**CHEAP)
 def test_causal(name):
-    """Logits up to t do not move, not by a bit, when tokens after t change."""
-    before_BT, after_BT, later_BT = changed_after_cuts()
-    changed_BT = np.any(
-        families.logits_of(name, before_BT) != families.logits_of(name, after_BT), axis=-1
-    )
-    assert not np.any(changed_BT & ~later_BT)
-    assert np.all(changed_BT[later_BT])
+    assert_no_look_ahead(name, "causal")
 
 
-in_training = some_rows(
-    *("mod_options", "mod_threshold", "moe_expert_choice", "adapter_inclusion"),
-    slow=("recursion", "mode_staged", "latent_mod", "adapter_mod"),
-)
-
-
-@in_training
+@every_row(families.selects_tokens)
 def test_only_topk_selection_looks_ahead(name):
     """In training; `test_causal` is able to see what training-time top-k does."""
-    before_BT, after_BT, later_BT = changed_after_cuts()
-    moved_BT = np.abs(
-        families.logits_of(name, before_BT, "train") - families.logits_of(name, after_BT, "train")
-    ).max(axis=-1)
-    leak = np.max(moved_BT[~later_BT])
-    assert leak > 0.1 if FAMILIES[name].looks_ahead else leak == 0
+    if FAMILIES[name].looks_ahead:
+        assert max(change for _, change in changes_of_earlier_logits(name, "train")) > 0.1
+    else:
+        assert_no_look_ahead(name, "train")
 
 
 def check_rows(name, selection):
@@ -137,93 +117,51 @@ def check_rows(name, selection):
     assert np.all(np.any(a[:3] != b[:3], axis=(1, 2)))
 
 
-@every_family
+@every_row(**CHEAP)
 def test_rows_do_not_depend_on_each_other(name):
     check_rows(name, "causal")
 
 
-@in_training
+@every_row(families.selects_tokens)
 def test_rows_do_not_depend_on_each_other_in_training(name):
     check_rows(name, "train")
-
-
-def with_capacity_for_all(model):
-    """The same with capacity for every token that routers select."""
-    moe = dataclasses.replace(model.config.mlp.moe, capacity_factor=100.0, slack=100.0)
-    changes = dict(mlp=dataclasses.replace(model.config.mlp, moe=moe))
-    if "depth_routing" in schema.names_of(type(model.config)):
-        changes["depth_routing"] = dataclasses.replace(model.config.depth_routing, slack=100.0)
-    model = models.changed(model, **changes)
-    if hasattr(model, "adapter"):
-        model = model.clone(adapter=dataclasses.replace(model.adapter, slack=100.0))
-    return model
-
-
-@some_rows(
-    *("llama_options", "mod_options", "mode_staged", "moe_expert_choice", "streams_masks"),
-    "dropout_elementwise_mod",
-    slow=("recursion", "latent_parts", "adapter_mod", "adapter_inclusion"),
-)
-def test_packed_documents_are_as_if_alone(name):
-    """Two documents and padding in a row, positions restarted, against the documents alone."""
-    model, params = with_capacity_for_all(families.build(name)), families.variables_of(name)
-    tokens_BT, size = families.tokens(), 12
-    starts = np.repeat([0, size], size)
-    positions = np.concatenate([np.arange(2 * size) - starts, np.zeros(LENGTH - 2 * size, int)])
-    segments = np.repeat([1, 2, 0], [size, size, LENGTH - 2 * size])
-    packed = [jnp.asarray(np.tile(row, (BATCH, 1)), jnp.int32) for row in (positions, segments)]
-    run = families.jit(functools.partial(model.apply, rngs=families.keys()))
-    logits_BTV = run(params, tokens_BT, *packed)
-    # The first document is alone, as far as its own logits go: models are causal.
-    first = run(params, tokens_BT)[:, :size]
-    second = run(params, jnp.roll(tokens_BT, -size, axis=1))[:, :size]
-    np.testing.assert_allclose(logits_BTV[:, :size], first, atol=2e-5)
-    np.testing.assert_allclose(logits_BTV[:, size : 2 * size], second, atol=2e-5)
-    assert np.isfinite(logits_BTV).all()
 
 
 # ---- decoding ----------------------------------------------------------------------------------
 
 # Tokens of the prompts that the rows of a batch begin with, read in chunks of 5.
 PROMPTS = np.array([10, 9, 7, 6, 5, 4, 2, 1])
-# Rows whose single tokens are decoded by a program for one token, which computes blocks for some
-# rows only; the others take the program of chunks, with padding.
-ONE_TOKEN = (
-    "mod_options", "mod_threshold", "moe", "mode_staged", "dropout_elementwise_mod",
-)  # fmt: skip
 
 
-def decoded(name, single):
-    """(logits, cache) of all tokens, read from a cache."""
+def decoded(name):
+    """Logits of all tokens, read from a cache."""
     model = families.build(name)
     step = families.decoder(model, families.variables_of(name), LENGTH)
+    # The program for one token computes blocks for some rows only; chunks have padding.
+    single = 1 if families.skips_tokens(model) else 5
     calls = families.chunks(PROMPTS, np.full(BATCH, LENGTH), 5, single)
-    return families.read(step, models.init_cache(model, BATCH, LENGTH), families.tokens(), calls)
+    return families.read(step, models.init_cache(model, BATCH, LENGTH), families.tokens(), calls)[0]
 
 
-@every_family
+@every_row(**CHEAP)
 def test_cached_decoding_is_the_full_forward(name, monkeypatch):
     """Prompts of different lengths in chunks with padding, then one token of each row at a time,
     each at its own position, until the rows end one after the other. Caches are read in blocks of
     10 slots, of which the last overlaps the one before."""
     monkeypatch.setattr(attend, "_CACHE_BLOCK", 10)
-    logits_BTV, cache = decoded(name, 1 if name in ONE_TOKEN else 5)
     # The wide angles of these masks make 7e-5 of logits of a relative change of 1e-7 in parameters.
-    atol = 3e-4 if name == "latent_masks" else 1e-4
-    np.testing.assert_allclose(logits_BTV, families.logits_of(name, families.tokens()), atol=atol)
-    if name == "mod_options":  # its capacity is short: overflow is left out, and counted
-        assert np.sum([cache["layers"][f"block_{i}"]["overflow"] for i in (0, 1)]) > 0
-    if name == "moe":
-        assert np.sum(cache["layers"]["block_1"]["mlp"]["overflow"]) > 0
+    atol = 3e-4 if families.build(name).config.dropout.kind == "attention" else 1e-4
+    expected_BTV = families.logits_of(name, families.tokens())
+    np.testing.assert_allclose(decoded(name), expected_BTV, atol=atol)
 
 
-@some_rows("mod_options", slow=("mode_staged", "dropout_elementwise_mod"))
+@every_row(families.skips_tokens, **RARE)
 def test_decoding_is_the_full_forward_on_a_gpu(name, monkeypatch):
     """Where routed blocks take all rows at once, without a loop, also with experts, learned masks
     and the keys of skipped tokens inside of them."""
     expected_BTV = families.logits_of(name, families.tokens())
     monkeypatch.setattr(sharding, "platform", lambda: "gpu")
-    np.testing.assert_allclose(decoded(name, 1)[0], expected_BTV, atol=1e-4)
+    np.testing.assert_allclose(decoded(name), expected_BTV, atol=1e-4)
 
 
 def rerun(jaxpr, consts, arguments, report):
@@ -286,10 +224,7 @@ def rerun(jaxpr, consts, arguments, report):
     return [read(variable) for variable in jaxpr.outvars]
 
 
-@some_rows(
-    "mode_staged",
-    slow=("mod_stochastic", "recursion", "moe_expert_choice", "latent_mod", "adapter_inclusion"),
-)
+@every_row(families.selects_tokens, **RARE)
 def test_scatters_that_promise_unique_indices_have_them(name):
     """All scatters promise it, since XLA gets those wrong that do not under a flag for GPUs, and it
     takes the promise on trust: on a CPU indices that repeat go unnoticed. Those of dropped tokens
@@ -299,7 +234,7 @@ def test_scatters_that_promise_unique_indices_have_them(name):
     tokens_BT, positions_T = families.tokens(batch=3, length=6), np.arange(6)
     cache, repeated, seen = models.init_cache(model, 3, 12), [], []
     packed = np.tile(positions_T % 4, (3, 1)), np.repeat([[1] * 4 + [2, 0]], 3, axis=0)
-    if name == "latent_mod":  # memory tokens belong to no document
+    if not families.can_pack(model):
         packed = ()
     padded = np.where(positions_T < [[6], [3], [0]], positions_T, -1)
 
@@ -332,39 +267,7 @@ def test_scatters_that_promise_unique_indices_have_them(name):
 
 # ---- layers: scanned, recomputed, on eight devices ---------------------------------------------
 
-MESHES = {
-    "data": dict(data=8),
-    "mixed": dict(data=2, fsdp=2, tensor=2),
-    "expert": dict(data=2, fsdp=2, expert=2),
-    "sequence": dict(data=2, sequence=4),
-    "places and features": dict(data=2, tensor=2, sequence=2),
-}
-# {row: (layers, whether they are scanned, what is recomputed, mesh)}. Between them every mechanism.
-# Layers that are not scanned do not repeat a pattern.
-TRAINED = {
-    "mod_options": (2, True, "dots", "data"),
-    "mode_staged": (2, True, "full", "expert"),
-    "adapter_mod": (2, True, "dots", "mixed"),
-    "llama_options": (2, True, "dots", "sequence"),
-    "mod_threshold": (4, True, "full", "sequence"),
-    "recursion": (3, False, "dots", "data"),
-    "moe_expert_choice": (2, True, "dots", "expert"),
-    "dropout_elementwise_mod": (2, True, "full", "mixed"),
-    "streams_masks": (3, True, "full", "mixed"),
-    "latent_mod": (2, True, "dots", "places and features"),
-}
-trained = some_rows(*list(TRAINED)[:3], slow=list(TRAINED)[3:])
-# {row: elements of a token that devices may gather from each other}. On the mesh `data` scores:
-# XLA's TopK on CPU does not split over rows, and in expert choice every expert has its scores. On
-# the mesh `sequence` keys, of two heads of 6, of the rows that a device has.
-GATHERED = {
-    "mod_options": 1,
-    "recursion": 1,
-    "mode_staged": 1,
-    "moe_expert_choice": 4,
-    "adapter_inclusion": 3,
-    "llama_options": 12 / 2,
-}
+REMAT = {mesh: ("dots", "full")[i % 2] for i, mesh in enumerate(MESHES)}
 
 
 def same_loss_and_grads(expected, result):
@@ -374,14 +277,17 @@ def same_loss_and_grads(expected, result):
 
 @functools.cache
 def plain(name):
-    """(model, parameters, loss and gradients) of layers in a loop, on one device."""
-    model = models.changed(families.build(name), depth=TRAINED[name][0])
-    params = families.random_params(model)
+    """(model, variables, loss and gradients) of layers in a loop, on one device."""
+    model = families.build(name)
+    scanned = families.scanned(model)
+    if scanned is not None:
+        model = models.changed(model, depth=scanned.config.depth)
+    params, state = families.random_params(model), families.random_state(model)
     step = families.jit(jax.value_and_grad(families.loss_fn(model)))
-    return model, params, jax.device_get(step(params, families.tokens()))
+    return model, {"params": params, **state}, jax.device_get(step(params, families.tokens()))
 
 
-@trained
+@every_row(whole=Grain.SELECTIONS)
 def test_every_parameter_has_a_gradient(name):
     """So that the comparison of gradients below compares something."""
     for path, grad in jax.tree_util.tree_leaves_with_path(plain(name)[2][1]):
@@ -391,7 +297,7 @@ def test_every_parameter_has_a_gradient(name):
         assert path.endswith("key/bias") or np.abs(grad).max() > 1e-4, path
 
 
-def compiled_on(mesh, model):
+def compiled_on(mesh, model, state=None):
     """(compiled loss and gradients on a mesh, shardings of its parameters and tokens)."""
     mesh = sharding.make_mesh(dict(data=1, fsdp=1, tensor=1, expert=1, sequence=1) | MESHES[mesh])
     rules = sharding.check_rules(sharding.DEFAULT_RULES)
@@ -399,7 +305,7 @@ def compiled_on(mesh, model):
     params = sharding.tree_shardings(boxed, mesh, rules)
     tokens = sharding.batch_sharding(mesh, rules)
     step = families.jit(
-        jax.value_and_grad(families.loss_fn(model)),
+        jax.value_and_grad(families.loss_fn(model, state)),
         in_shardings=(params, tokens),
         out_shardings=(sharding.replicated(mesh), params),
     )
@@ -415,42 +321,57 @@ def gathered(compiled):
     return max((math.prod(map(int, shape.split(","))) for shape in shapes), default=0)
 
 
-@trained
-def test_scanned_and_recomputed_layers_on_eight_devices_are_the_plain_program(name):
-    depth, scan, remat, mesh = TRAINED[name]
-    model, params, expected = plain(name)
-    changed = models.changed(model, scan_layers=scan, remat=remat)
-    if scan:
-        assert period(model.specs()) < depth
-        stacked = {**params, "layers": scan_params(params["layers"], model.specs())}
+@pytest.mark.parametrize("mesh", MESHES)
+@every_row(whole=Grain.SELECTIONS)
+def test_scanned_and_recomputed_layers_on_eight_devices_are_the_plain_program(name, mesh):
+    """On the row's mesh; with `--family` on each."""
+    model, variables, expected = plain(name)
+    scanned = families.scanned(model)
+    if scanned is not None:
+        stacked = {
+            key: convert_layers(scan_params, tree, model.specs()) for key, tree in variables.items()
+        }
         # Of arrays of numpy a layer's slice is no program.
-        same, unrolled = models.unroll(changed, jax.device_get(stacked))
-        jax.tree.map(np.testing.assert_array_equal, unrolled, params)
+        same, unrolled = models.unroll(scanned, jax.device_get(stacked["params"]))
+        jax.tree.map(np.testing.assert_array_equal, unrolled, variables["params"])
         assert not same.config.scan_layers
-        params = stacked
-    step, params_sharding, tokens_sharding = compiled_on(mesh, changed)
+        model, variables = scanned, stacked
+    params = jax.device_get(variables["params"])
+    state = {key: tree for key, tree in variables.items() if key != "params"}
+    changed = models.changed(model, remat=REMAT[mesh])
+    step, params_sharding, tokens_sharding = compiled_on(mesh, changed, state)
     split = [sharding.is_fully_replicated for sharding in jax.tree.leaves(params_sharding)]
     assert all(split) == (mesh in ("data", "sequence"))
     loss, grads = step(
-        jax.device_put(jax.device_get(params), params_sharding),
+        jax.device_put(params, params_sharding),
         jax.device_put(np.asarray(families.tokens()), tokens_sharding),
     )
-    grads = jax.device_get(grads)
-    same_loss_and_grads(expected, (loss, models.unroll(changed, grads)[1] if scan else grads))
-    if name in GATHERED and mesh in ("data", "sequence"):
-        assert gathered(step) <= BATCH * LENGTH * GATHERED[name]
+    same_loss_and_grads(expected, (loss, models.unroll(changed, jax.device_get(grads))[1]))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["mode_staged", "moe_expert_choice", "adapter_inclusion"])
+def gathered_scores(model):
+    """Scores of a token that devices gather from each other: XLA's TopK on CPU does not split over
+    rows, and each expert has its scores."""
+    counts = [int(families.skips_tokens(model))]
+    counts += [b.moe.num_choices for spec in model.blocks().values() for b in spec.blocks if b.moe]
+    if families.has_entrances(model):
+        counts.append(model.adapter.num_experts)
+    return max(counts)
+
+
+@every_row(families.selects_tokens, default=Grain.NONE, whole=Grain.KINDS)
 def test_devices_that_share_the_batch_gather_scores_alone(name):
-    step, *_ = compiled_on("data", families.build(name))
-    assert gathered(step) <= BATCH * LENGTH * GATHERED[name]
+    model = families.build(name)
+    assert gathered(compiled_on("data", model)[0]) <= BATCH * LENGTH * gathered_scores(model)
 
 
-def test_remat_recomputes():
-    """`dots` computes again what attends, and the products of no expert; `full` all of it."""
+def test_devices_that_share_a_sequence_gather_keys_alone():
+    """Of two heads of 6, and of the rows that a device has."""
+    step, *_ = compiled_on("sequence", families.build("llama_options"))
+    assert gathered(step) <= BATCH / 2 * LENGTH * 2 * 6
 
+
+def test_remat_dots_recomputes_attention_and_no_expert():
     def count(remat, **mlp):
         model = families.make({"depth": 1, "remat": remat, **families.dotted({"mlp": mlp})})
         loss, params = families.loss_fn(model), families.random_params(model)
@@ -461,6 +382,45 @@ def test_remat_recomputes():
     for router in ("token_choice", "expert_choice"):
         mlp = families.experts(router=router)
         assert count("dots", **mlp) - count("none", **mlp) == dots - none
+
+
+def kept_flops(jaxpr):
+    """FLOPs of a traced program whose results its backward pass keeps."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if "prevent_cse" not in equation.params:  # else a `jax.checkpoint`
+            inside = sum(map(kept_flops, flops._subjaxprs(equation.params)))
+            total += inside or flops._walk_one(equation)
+    return total
+
+
+@every_row(default=Grain.CHOICES)
+def test_remat_recomputes_the_layers(name):
+    """Three quarters of all FLOPs at least: what precedes the stack and follows it is kept."""
+    model = models.changed(families.build(name), remat="full")
+    loss, params, tokens_BT = families.loss_fn(model), families.params_of(name), families.tokens()
+    kept = kept_flops(jax.make_jaxpr(loss)(params, tokens_BT).jaxpr)
+    executed = flops.jaxpr_flops(loss, params, tokens_BT)
+    assert kept < executed / 4, (
+        f"the backward pass recomputes {executed - kept} of {executed} FLOPs"
+    )
+
+
+@every_row(families.can_scan, default=Grain.CHOICES)
+def test_layers_can_be_scanned(name):
+    """In training, evaluation and decoding."""
+    model, tokens_BT = families.scanned(families.build(name)), families.tokens()
+    variables = families.variable_shapes(model)
+
+    def run(variables, cache):
+        model.clone(selection="train").apply(
+            variables, tokens_BT, mutable=["losses", "stats"], rngs=families.keys()
+        )
+        decode = dict(decode=True, cache_size=LENGTH, mutable=["cache"], rngs=families.keys())
+        return model.apply({**variables, "cache": cache}, tokens_BT, tokens_BT, **decode)[0]
+
+    cache = jax.eval_shape(lambda: models.init_cache(model, BATCH, LENGTH))
+    assert jax.eval_shape(run, variables, cache).shape == (BATCH, LENGTH, VOCAB)
 
 
 def check_sown(name, sown):
@@ -489,12 +449,7 @@ def check_sown(name, sown):
     assert all(leaf.shape == () for leaf in jax.tree.leaves(sown))
 
 
-IN_BFLOAT16 = {
-    *("mod_options", "mode_staged", "dropout_elementwise_mod", "streams_masks", "latent_parts")
-}
-
-
-@pytest.mark.parametrize("name", families.rows(HELD, set(HELD) - IN_BFLOAT16 - {"recursion"}))
+@every_row(whole=Grain.KINDS)
 def test_decoding_computes_in_bfloat16(name):
     """Single tokens of one row and of several, and chunks: loops keep the dtype of the residual."""
     model = families.build(name, "bfloat16")
@@ -506,7 +461,7 @@ def test_decoding_computes_in_bfloat16(name):
         assert logits_BTV.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("name", families.rows(HELD, set(HELD) - IN_BFLOAT16))
+@every_row()
 def test_training_computes_in_bfloat16_and_sows_its_losses(name):
     """Parts compute in bfloat16, logits are float32; losses are scalars under the row's names."""
     model = models.changed(families.build(name, "bfloat16"), remat="full")
@@ -542,7 +497,8 @@ def hidden_scores(model, selection):
     have as many keys as a window has places. Of SHORT tokens."""
     hidden = 0
     for spec in model.blocks().values():
-        for b, whole in spec.attentions if spec.routing is not None else ():
+        is_routed = spec.routing is not None and spec.routing.target != "mlp"
+        for b, whole in spec.attentions if is_routed else ():
             tokens = spec.routing.slots(spec.capacity, SHORT, selection)
             a, channels = b.attention, b.soft.num if b.soft else 1
             if whole:
@@ -562,7 +518,7 @@ def hidden_scores(model, selection):
     return hidden
 
 
-@every_family
+@every_row(**CHEAP)
 def test_the_ledger_is_what_is_executed(name, monkeypatch):
     """Where nothing is computed that has no use: each query visits the keys that it may see,
     experts have as many slots as there are choices, the vocabulary has no padding."""
@@ -572,7 +528,7 @@ def test_the_ledger_is_what_is_executed(name, monkeypatch):
     model = families.make(row.changes | exact)
     for selection in ("train", "causal") if row.looks_ahead else ("train",):
         counted = flops.executed(model, SHORT, train=selection == "train")
-        if "latent" in name:  # where a linear map of learned vectors is computed once for a batch
+        if model.config.family == "latent":  # a map of learned vectors is computed once for a batch
             counted = flops.executed(model, SHORT, 2, train=selection == "train") - counted
         ledger, extra = model.ledger(SHORT, selection).nominal, hidden_scores(model, selection)
         if row.changes.get("depth_routing.bce_reaches_input") is False:
@@ -594,7 +550,16 @@ def recomputed(jaxpr):
     return total
 
 
-@some_rows("mode_staged", slow=("streams_masks", "latent_parts", "adapter_mod"))
+def has_plain_backward(model):
+    """Whether each product has two in the backward pass: no gradient stops, and none is recomputed
+    beyond scores, as where probabilities are dropped."""
+    r, dropout = model.config.depth_routing, model.config.dropout
+    stops = not r.bce_reaches_input or "predictor" in r.trained_decisions
+    drops_probs = dropout.kind != "none" and "attention_probs" in dropout.sites
+    return not (families.skips_tokens(model) and stops) and not drops_probs
+
+
+@every_row(has_plain_backward, **RARE)
 def test_training_costs_three_times_the_forward_pass(name):
     """And the forward pass of training is the one that is counted."""
     model = families.build(name)

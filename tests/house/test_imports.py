@@ -2,6 +2,8 @@
 
 import ast
 import importlib
+import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -16,14 +18,38 @@ from refusals import refused
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.skipif(
+needs_linter = pytest.mark.skipif(
     find_spec("importlinter") is None, reason="import-linter is not installed (extra dev)"
 )
-def test_contracts_hold():
+
+
+def lint(tree):
+    """(exit status, output) of import-linter on a copy of the project."""
     code = "from importlinter.cli import lint_imports_command as run; run()"
-    command, env = [sys.executable, "-c", code, "--no-cache"], {"PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
+    command, env = [sys.executable, "-c", code, "--no-cache"], {"PYTHONPATH": str(tree)}
+    result = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
+    return result.returncode, result.stdout + result.stderr
+
+
+@needs_linter
+def test_contracts_hold():
+    status, output = lint(ROOT)
+    assert status == 0, output
+
+
+@needs_linter
+def test_a_module_that_stands_in_no_layer_is_refused(tmp_path):
+    """Such as a new family that imports another one."""
+    shutil.copytree(ROOT / "efx", tmp_path / "efx")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    modules = ("models/toy.py", "config/toy.py", "toy.py")
+    for module in modules:
+        (tmp_path / "efx" / module).write_text("from efx.models.decoder import Decoder\n")
+    status, output = lint(tmp_path)
+    assert status != 0
+    for module in modules:
+        name = "efx." + module.removesuffix(".py").replace("/", ".")
+        assert re.search(rf"^- {re.escape(name)}$", output, re.M), output
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

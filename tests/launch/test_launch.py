@@ -211,6 +211,8 @@ def test_the_test_scripts_pass_arguments_extras_and_status(stub, tmp_path):
     assert default[1] == whole[1] == "EFX_EXTRAS=dev,interop"
     assert default[0][-2:] == whole[0][-2:] == ["-k", "a and b"]
     assert "not slow" in default[0] and "not slow" not in whole[0]
+    row = arguments(LAUNCH / "test.sh", "--family", "mod")[0]
+    assert row[-3:] == ["--family", "mod", "tests/contract"] and "not slow" not in row
     assert "interop" in arguments(ROOT / ".ci/run")[1]
 
 

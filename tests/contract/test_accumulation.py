@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from families import RARE, every_row
 from ml_collections import ConfigDict
 
 from efx.data.pipeline import Data
@@ -18,12 +19,9 @@ from efx.train import step
 
 ROWS, LENGTH = 8, 16
 
-ROUTED = "routed blocks, experts, masks"
-TEACHER = {"depth": 1}  # of this variant
-INCLUDED = dict(kind="lora", rank=2, experts=("a", "b"))
-# Together these sow every loss.
-VARIANTS = {
-    ROUTED: dict(
+TEACHER = {"depth": 1}
+ROUTED = families.dotted(
+    dict(
         depth_routing=dict(
             kind="mod",
             capacity=0.5,
@@ -34,39 +32,17 @@ VARIANTS = {
         mlp=dict(kind="moe", moe=dict(num_experts=4, expert_hidden=16, num_noop=1)),
         dropout=dict(kind="elementwise", elementwise=dict(detach=False)),
         scan_layers=True,
-    ),
-    "expert choice, inclusion": dict(
+    )
+)
+SELECTIVE = families.dotted(
+    dict(
         depth=1,
         mlp=dict(kind="moe", moe=dict(num_experts=3, expert_hidden=16, router="expert_choice")),
-        adapter=INCLUDED | dict(routing="inclusion", sites=".*/query"),
-    ),
-    # With running averages other than of quantiles.
-    "types of tokens": dict(
-        depth=1,
-        depth_routing=dict(kind="mod", capacity=0.5, every=1, train_selection="token_hash"),
-    ),
-    "streams": dict(
-        family="encoder_decoder",
-        depth=1,
-        embedding_loss="log_cosine",
-        embedding_loss_gains=True,
-        mlp=dict(hidden=32),
-        dropout=families.masks(),
-    ),
-    "latents": dict(
-        family="latent",
-        depth=1,
-        group_size=4,
-        latents=(2,),
-        level_widths=(16,),
-        level_heads=(2,),
-        encoder_local=0,
-        decoder_global=0,
-        latent_loss=dict(kind="cosine"),
-        adapter=INCLUDED | dict(sites=".*/(query|up)"),  # of attention and MLP
-    ),
-}
-VARIANTS = {name: families.dotted(changes) for name, changes in VARIANTS.items()}
+        adapter=dict(
+            kind="lora", rank=2, experts=("a", "b"), routing="inclusion", sites=".*/query"
+        ),
+    )
+)
 # No two draws of these masks are alike.
 DROPOUT = {"depth": 1, "dropout.kind": "standard", "dropout.rate": 0.5}
 EXPERTS = {"depth": 1, "mlp.kind": "moe", "mlp.moe.num_experts": 4, "mlp.moe.expert_hidden": 16}
@@ -158,38 +134,39 @@ def rows_of_micro_batches():
 
 
 @functools.cache
-def step_of_all_tokens_in_one_micro_batch(name):
-    """(compiled step, state, its results)."""
-    run, state = make_step(VARIANTS[name], 2, TEACHER if name == ROUTED else None, loss_chunk=5)
-    compiled, batch = families.jit(run), rows_of_micro_batches()[0]
-    return compiled, state, results(*compiled(state, batch))
+def step_with_teacher():
+    """(compiled step, state, its results with all tokens in one micro-batch)."""
+    run, state = make_step(ROUTED, 2, TEACHER, loss_chunk=5)
+    compiled = families.jit(run)
+    return compiled, state, results(*compiled(state, rows_of_micro_batches()[0]))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        ROUTED,
-        "types of tokens",
-        "streams",
-        pytest.param("expert choice, inclusion", marks=pytest.mark.slow),
-        pytest.param("latents", marks=pytest.mark.slow),
-    ],
-)
+def test_a_step_with_a_teacher_does_not_depend_on_the_distribution_of_rows():
+    compiled, state, expected = step_with_teacher()
+    assert_same_step(results(*compiled(state, rows_of_micro_batches()[1])), expected)
+
+
+@every_row(lambda model: not families.draws(model), **RARE)
 def test_a_step_does_not_depend_on_the_distribution_of_rows_over_micro_batches(name):
     """Gradients with every sown loss, running averages, and metrics."""
-    compiled, state, expected = step_of_all_tokens_in_one_micro_batch(name)
-    assert_same_step(results(*compiled(state, rows_of_micro_batches()[1])), expected)
+    batches, names = rows_of_micro_batches(), ["inputs", "targets", "weights"]
+    if not families.can_pack(families.build(name)):
+        batches = [{key: batch[key] for key in names} for batch in batches]
+    run, state = make_step(families.FAMILIES[name].changes, 2, loss_chunk=5)
+    compiled = families.jit(run)
+    expected, got = (results(*compiled(state, batch)) for batch in batches)
+    assert_same_step(got, expected)
 
 
 @pytest.mark.slow
 def test_micro_batches_on_a_mesh_are_those_of_one_device():
-    run, state = make_step(VARIANTS[ROUTED], 2, TEACHER, loss_chunk=5)
+    run, state = make_step(ROUTED, 2, TEACHER, loss_chunk=5)
     mesh = sharding.make_mesh(dict(data=2, fsdp=1, tensor=2, expert=2, sequence=1))
     with sharding.use(mesh, sharding.DEFAULT_RULES):
         placement = sharding.Placement(mesh, sharding.DEFAULT_RULES, 2 * ROWS)
         batch = placement(rows_of_micro_batches()[1])
         got = results(*families.jit(run)(state, batch))
-    assert_same_step(got, step_of_all_tokens_in_one_micro_batch(ROUTED)[2])
+    assert_same_step(got, step_with_teacher()[2])
 
 
 def test_the_gradient_of_micro_batches_is_that_of_the_reported_objective():
@@ -228,7 +205,7 @@ def test_micro_batches_steps_and_seeds_draw_different_masks():
 @functools.cache
 def evaluation():
     """A function: batches -> loss and statistics over all of them."""
-    changes = VARIANTS["expert choice, inclusion"]
+    changes = SELECTIVE
     model = families.make(changes, context=LENGTH)
     evaluate = families.jit(step.make_eval_step(model, settings(changes, 1)))
     params = families.random_params(model)
