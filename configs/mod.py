@@ -45,11 +45,12 @@ ROUTING = {
 }
 VARIANTS = {
     "smoke": common.SMOKE,
-    # On two CPU cores to 1.364 nats; 1000 steps of AdamW reach 1.384.
     "quick": {
         "steps": 400,
         "optim.name": "muon",
         "optim.learning_rate": 1e-2,
+        # At Muon's rate the scores of some seeds fall until all gates are closed.
+        "optim.router_rate": 0.1,
         "optim.schedule.kind": "linear",
         "optim.schedule.final_fraction": 0.05,
         "checkpoint.every": 200,

@@ -567,10 +567,13 @@ def selects_tokens(model):
 
 
 def draws(model):
-    """Whether training selects tokens by random numbers, which depend on the row's number."""
-    return skips_tokens(model) and refuses(
+    """Whether training draws random numbers, which are others in each micro-batch."""
+    dropout = model.config.dropout
+    rounds = dropout.kind == "attention" and dropout.attention.rounding == "stochastic"
+    selects = skips_tokens(model) and refuses(
         lambda: jax.eval_shape(model.apply, variable_shapes(model), tokens(batch=1))
     )
+    return selects or rounds or dropout.kind == "standard"
 
 
 def can_pack(model):

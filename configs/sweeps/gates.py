@@ -23,13 +23,12 @@ BASE = {
     "sample.every": 0,
 }
 DENSE = {"model.depth_routing.kind": "none"}
-SLOW = {"optim.lr_multipliers": ((".*/router", 0.1),)}
+FAST = {"optim.router_rate": 1.0}
+SLOW = {"optim.router_rate": 0.1}
 POSITION = {"model.depth_routing.score": "position", "model.depth_routing.gate": "one"}
 ADAMW = {"optim.name": "adamw", "optim.learning_rate": 2e-3}
 # The square root of the capacity, for blocks that see an eighth of the tokens.
-SLOW_BLOCKS = {
-    "optim.lr_multipliers": ((".*/router", 0.1), (r"layers/block_[1357]/.*", 0.125**0.5))
-}
+SLOW_BLOCKS = SLOW | {"optim.lr_multipliers": ((r"layers/block_[1357]/(?!router).*", 0.125**0.5),)}
 
 
 def routed(**settings):
@@ -43,27 +42,27 @@ ARMS = {
     "MLP, slow router": SLOW | routed(target="mlp"),
     "all keys, slow router": SLOW | routed(kv_for_skipped=True),
     "identity, slow router": SLOW | routed(gate="identity"),
-    "sigmoid": {},
+    "sigmoid": FAST,
     "MLP, positions": POSITION | routed(target="mlp"),
     "positions": POSITION,
-    "identity": routed(gate="identity"),
+    "identity": FAST | routed(gate="identity"),
     "last four blocks, slow router": SLOW | routed(blocks=(4, 5, 6, 7)),
     "half of the tokens, slow router": SLOW | routed(capacity=0.5),
     "attention, slow router": SLOW | routed(target="attention"),
     "all keys, positions": POSITION | routed(kv_for_skipped=True),
     "sigmoid, normalised slow router": SLOW | routed(router_norm="rms"),
-    "gate one, auxiliary loss": routed(gate="one", causal="aux_loss"),
+    "gate one, auxiliary loss": FAST | routed(gate="one", causal="aux_loss"),
     "slow router, capacity from 1 to 1/8": SLOW
     | routed(capacity_stages=((0.15, 1.0), (0.3, 0.5), (0.45, 0.25))),
     "slow router, slow routed blocks": SLOW_BLOCKS,
     "tanh, slow router": SLOW | routed(gate="tanh"),
     "twice sigmoid, slow router": SLOW | routed(gate="twice_sigmoid"),
-    "identity, auxiliary loss (paper)": routed(gate="identity", causal="aux_loss"),
-    "sigmoid, normalised router": routed(router_norm="rms"),
+    "identity, auxiliary loss (paper)": FAST | routed(gate="identity", causal="aux_loss"),
+    "sigmoid, normalised router": FAST | routed(router_norm="rms"),
     "all keys, identity, slow router": SLOW | routed(kv_for_skipped=True, gate="identity"),
     "MLP, identity, slow router": SLOW | routed(target="mlp", gate="identity"),
     "every block, slow router": SLOW | routed(every=1),
-    "AdamW, sigmoid": ADAMW,
+    "AdamW, sigmoid": FAST | ADAMW,
     "AdamW, sigmoid, slow router": ADAMW | SLOW,
     "AdamW, dense, 8 deep": ADAMW | DENSE,
     "AdamW, dense, 4 deep": ADAMW | DENSE | {"model.depth": 4},

@@ -279,6 +279,8 @@ class OptimConfig:
     decay: str = r".*(kernel|embedding)"  # regex (whole path) of decayed parameters
     frozen: str = ""  # regex of frozen parameters
     lr_multipliers: tuple[object, ...] = ()  # ((regex, factor), ...): first match wins
+    # Factor on the learning rate of the routers of depth routing that no pattern matches.
+    router_rate: NonNegative = 1.0
     clip_norm: NonNegative = 1.0  # 0: off
 
     def check(self):

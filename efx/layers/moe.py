@@ -25,7 +25,7 @@ from efx.layers import admission, batch_means, selection
 from efx.layers.config import MoEConfig
 from efx.layers.linear import broadcast, mark_projection
 from efx.layers.mlp import MLP, activate
-from efx.layers.report import sow_choice
+from efx.layers.report import health_requested, sow_choice
 from efx.parallel.collectives import exchange
 from efx.parallel.sharding import constrain, parameter
 
@@ -146,6 +146,8 @@ class MoE(MLP):
         if c.num_noop:
             sow_choice(self, "noop", jnp.sum(expert_BTK >= c.num_experts, axis=-1), call)
         self._report_token_choice(logits_BTE, expert_BTK, selected_BTE, admitted_BTE, valid_BT)
+        if not c.renormalise:  # else the weights of a token add up to 1, whatever the router does
+            self._sow_weights(weight_BTE, admitted_BTE, call)
         if call.decode and length == 1 and batch * c.top_k < c.num_experts:
             # Read only the weights of the selected experts, which are fewer than all.
             y_CD = experts(jnp.repeat(x_BTD[:, 0], c.top_k, axis=0), expert_BTK.reshape(-1))
@@ -164,6 +166,7 @@ class MoE(MLP):
         if not call.decode:
             self._report_expert_choice(logits_BTE, *masks, call.real(len(x_BTD)))
         weight_BTE = jnp.where(computed_BTE, jax.nn.sigmoid(logits_BTE), 0.0)
+        self._sow_weights(weight_BTE, computed_BTE, call)
         self._sow_choices(selected_BTE, computed_BTE, weight_BTE, call)
         return self._compute(sum_over_experts, experts, x_BTD, computed_BTE, (weight_BTE,), call)
 
@@ -206,6 +209,7 @@ class MoE(MLP):
             overflow_fraction=batch_means.Mean(overflow, load.count),
             entropy=batch_means.over(-jnp.sum(probs_BTE * log_probs_BTE, axis=-1), valid_BT),
             max_load=batch_means.Mean(c.num_choices * expert_load, load.count, jnp.max),
+            min_load=batch_means.Mean(c.num_choices * expert_load, load.count, jnp.min),
             noop_fraction=batch_means.Mean(jnp.sum(noop_load), load.count),
             computed_fraction=batch_means.Mean(computed, load.count),
         )
@@ -224,10 +228,16 @@ class MoE(MLP):
             overflow_fraction=batch_means.Mean(overflow, jnp.sum(load.total)),
             entropy=batch_means.over(jnp.mean(entropy_BTE, axis=-1), valid_BT),
             max_load=load.replace(function=max_over_mean),
+            min_load=load.replace(function=min_over_mean),
             decided_fraction=load.replace(total=jnp.mean(load.total)),
             accuracy=batch_means.over(correct_BT, valid_BT),
             unserved_fraction=batch_means.over(unserved_BT.astype(jnp.float32), valid_BT),
         )
+
+    def _sow_weights(self, weight_BTE, computed_BTE, call):
+        if health_requested(self, call):
+            weight, count = jnp.sum(weight_BTE), jnp.sum(computed_BTE, dtype=jnp.float32)
+            self._sow_statistics(weight=batch_means.Mean(weight, count))
 
     def _sow_statistics(self, **statistics):
         for name, mean in statistics.items():
@@ -323,6 +333,10 @@ def load_balance(mean_2E):
 
 def max_over_mean(load_E):
     return load_E.size * jnp.max(load_E) / jnp.maximum(jnp.sum(load_E), 1e-9)
+
+
+def min_over_mean(load_E):
+    return load_E.size * jnp.min(load_E) / jnp.maximum(jnp.sum(load_E), 1e-9)
 
 
 @functools.cache

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from flax import struct
 
+from efx.layers import batch_means
+
 
 class Report(NamedTuple):
     """Evaluation metrics of one feature; see `efx.train.evaluator.REPORTS` for all of them.
@@ -27,6 +29,29 @@ class Report(NamedTuple):
     rows: Callable = lambda model, length, passes: {}
     selections: Callable = lambda model: ()
     compared: Callable = lambda model: ""
+
+
+def health_requested(module, call):
+    """Whether to sow how much a part of the model does: in evaluation by the causal decisions, so
+    that no step of training or of sampling computes it."""
+    is_evaluation = call.selection == "causal" and not call.train and not call.decode
+    return is_evaluation and batch_means.wanted(module)
+
+
+def sow_increment(module, name, increment_BTD, stream_BTD, valid_BT, call):
+    """Sow the norm of an increment over that of the stream that it is added to, by the sums of
+    squares over the valid tokens, if `health_requested`."""
+    if health_requested(module, call):
+        both_BTX = jnp.stack(
+            [jnp.sum(jnp.square(y.astype(jnp.float32)), -1) for y in (increment_BTD, stream_BTD)],
+            axis=-1,
+        )
+        ratio = batch_means.over(both_BTX, valid_BT, _root_of_ratio)
+        batch_means.sow(module, "stats", f"{name}/increment", ratio)
+
+
+def _root_of_ratio(mean_X):
+    return jnp.sqrt(mean_X[0] / jnp.maximum(mean_X[1], jnp.finfo(jnp.float32).tiny))
 
 
 # Names of the modules of a block. The mask of the embedding is in no block.

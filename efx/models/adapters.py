@@ -29,7 +29,7 @@ from efx.layers.linear import Linear, dot_float32
 from efx.layers.mlp import exact_gelu
 from efx.layers.moe import ROUTER_STD, largest_indices
 from efx.layers.norms import LayerNorm
-from efx.layers.report import Report, sow_choice
+from efx.layers.report import Report, health_requested, sow_choice
 from efx.models.language_model import unrolled
 from efx.models.stack import first_of_scanned, first_of_unrolled, period
 from efx.parallel.sharding import only_shapes, parameter
@@ -171,6 +171,9 @@ class Adapter(nn.Module):
             self.sow("intermediates", "gate_logits", logit_BT)
             gate_BT = jax.nn.sigmoid(logit_BT)
             sow_choice(self, "gate", gate_BT, call)
+            if call is not None and health_requested(self, call):
+                mean = batch_means.over(gate_BT, call.real(batch))
+                batch_means.sow(self, "stats", "adapter/gate", mean)
             return gate_BT[..., None]
         if c.routing == "uniform":
             return jnp.full((batch, length, c.num_experts), 1.0 / c.num_experts)

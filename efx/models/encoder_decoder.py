@@ -29,6 +29,7 @@ from efx.layers import batch_means, config, flops, norms, selection
 from efx.layers import block as blocks
 from efx.layers.learned_dropout import make_dropout
 from efx.layers.linear import Linear
+from efx.layers.report import sow_increment
 from efx.models.config import ModelConfig, check_stack
 from efx.models.language_model import LanguageModel
 from efx.models.stack import Layer, LayerSpec, Stack, by_path, stream_specs
@@ -164,7 +165,7 @@ class DecoderBlock(blocks.Block):
         return super().attention_increment(x_BTD, call, context)
 
     def _cross_attention(self, x_BTD, call):
-        c, (encoder_BSD, key_call) = self.config, call.encoder
+        c, (encoder_BSD, key_call), stream_BTD = self.config, call.encoder, x_BTD
         if call.decode:
             # The cache has the keys and values of all encoder states, also of tokens that d skips.
             all_call = key_call or call
@@ -177,7 +178,9 @@ class DecoderBlock(blocks.Block):
         if y_BTD is None:
             return None
         y_BTD = blocks.norm_output(c, self.norm_cross, y_BTD)
-        return blocks.with_dropout(self.dropout_cross_output, y_BTD, call)
+        y_BTD = blocks.with_dropout(self.dropout_cross_output, y_BTD, call)
+        sow_increment(self, "cross", y_BTD, stream_BTD, call.real(len(y_BTD)), call)
+        return y_BTD
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -47,6 +47,7 @@ from efx.layers.config import (
     SoftExpertsConfig,
 )
 from efx.layers.linear import Embedding, Linear, broadcast
+from efx.layers.report import sow_increment
 from efx.models import costs, latent_costs
 from efx.models.config import ModelConfig, check_stack
 from efx.models.language_model import LanguageModel
@@ -485,6 +486,9 @@ class DecoderLevel(nn.Module):
         """`coarse`, `fine`: `LevelCalls` of levels i and i - 1. `table`: positions of i - 1."""
         c, i = self.config, self.level
         x_BSD = Upsample(c, i, self.dtype, name="upsample")(y_BSD, coarse, fine)
+        # The decoder sees the latents of level i through these alone.
+        x, skip, call = fine.split_groups(x_BSD), fine.split_groups(skip_BSD), fine.group
+        sow_increment(self, "latent", x, skip, call.real(len(x)), call)
         x_BSD = add_positions(x_BSD, table, fine)
         upsampled_BSD, joins_before = x_BSD, c.skip_joins == "before"
         if joins_before:

@@ -148,3 +148,33 @@ def sow_decision(module, prefix, masks, real_BT, valid_BT, loss=None):
         name, logit_BT = loss
         bce_BT = optax.sigmoid_binary_cross_entropy(logit_BT, topk_BT.astype(jnp.float32))
         batch_means.sow(module, "losses", name, batch_means.over(bce_BT, valid_BT))
+
+
+def sow_gates(module, score_BT, gate_BT, selected_BT, valid_BT):
+    """Sow into `stats` the mean and median size of the gates of selected tokens, and the standard
+    deviation of the scores of valid tokens.
+
+    The median is the mean over rows of each row's median.
+    """
+    size_BT, moments_BTX = jnp.abs(gate_BT), jnp.stack([score_BT, jnp.square(score_BT)], axis=-1)
+    stats = {
+        "gate": batch_means.over(size_BT, selected_BT),
+        "gate_median": _median_of_rows(size_BT, selected_BT),
+        "score_std": batch_means.over(moments_BTX, valid_BT, _standard_deviation),
+    }
+    for name, mean in stats.items():
+        batch_means.sow(module, "stats", f"router/{name}", mean)
+
+
+def _median_of_rows(value_BT, mask_BT):
+    """Mean over rows of the median of the values in the mask; rows without one do not count."""
+    count_B1 = jnp.sum(mask_BT, axis=1, keepdims=True)
+    ordered_BT = jnp.sort(jnp.where(mask_BT, value_BT, jnp.inf), axis=1)
+    middle_BX = jnp.concatenate([(count_B1 - 1) // 2, count_B1 // 2], axis=1)
+    middle_BX = jnp.clip(middle_BX, 0, value_BT.shape[1] - 1)
+    median_B1 = jnp.mean(jnp.take_along_axis(ordered_BT, middle_BX, axis=1), axis=1, keepdims=True)
+    return batch_means.over(median_B1, count_B1 > 0)
+
+
+def _standard_deviation(moments_X):
+    return jnp.sqrt(jnp.maximum(moments_X[1] - jnp.square(moments_X[0]), 0.0))

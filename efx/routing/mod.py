@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from efx.layers import admission, batch_means, selection
 from efx.layers.block import SkipMLP
 from efx.layers.norms import RMSNorm
-from efx.layers.report import sow_choice
+from efx.layers.report import health_requested, sow_choice, sow_increment
 from efx.parallel import sharding
 from efx.routing import decisions
 from efx.routing.config import DepthRoutingConfig
@@ -110,7 +110,15 @@ class MoDBlock(nn.Module):
         part, routed = self._part_of(self.block), call.take(index_BC)
         if c.kv_for_skipped:
             part = functools.partial(part, context=(x_BTD, call, index_BC))
-        return _add_gated(part, start_BTD, index_BC, x_BTD, gate_BT, routed), selected_BT
+        out_BTD = _add_gated(part, start_BTD, index_BC, x_BTD, gate_BT, routed)
+        self._sow_health(out_BTD, start_BTD, score_BT, gate_BT, selected_BT, valid_BT, call)
+        return out_BTD, selected_BT
+
+    def _sow_health(self, out_BTD, start_BTD, score_BT, gate_BT, selected_BT, valid_BT, call):
+        increment_BTD = out_BTD.astype(jnp.float32) - start_BTD
+        sow_increment(self, "router", increment_BTD, start_BTD, selected_BT, call)
+        if health_requested(self, call):
+            decisions.sow_gates(self, score_BT, gate_BT, selected_BT, valid_BT)
 
     def _part_of(self, block):
         """The routed part of the block: all of it, its attention or its MLP."""

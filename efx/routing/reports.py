@@ -40,12 +40,15 @@ def _depth_selections(model):
 
 
 def _depth_rows(model, length, passes):
-    """Losses of all ways to route (`eval/loss_topk`, `eval/loss_routed_off`), agreement with top-k,
-    and routed fractions."""
+    """Losses of all ways to route (`eval/loss_topk`, `eval/loss_routed_off`), worth and gates of
+    routed blocks, agreement with top-k, and routed fractions."""
     routing = routing_of(model)
     if routing is None:
         return {}
-    rows = passes.loss("off", "routed_off")
+    rows = passes.loss("off", "routed_off") | {"eval/router/worth": passes.worth()}
+    gates = passes.statistics("causal", ["router/gate/"]).values()
+    if gates and routing.gate != "one":
+        rows |= {"eval/router/gate_min": min(gates), "eval/router/gate_max": max(gates)}
     first, *others = routing.trained_decisions
     rows |= passes.loss("topk", "topk")
     for name in others:
@@ -80,12 +83,16 @@ def _routed_rows(model, length, prefix, means):
 
 DEPTH = Report(
     words={
+        "router/routed_fraction": "; routed blocks: {:.1%} of tokens",
+        "router/worth": ", worth {:.3f} nats",
+        "router/gate_min": ", gates {:.2g}",
+        "router/gate_max": " to {:.2g}",
+        "router/routed_fraction_min": "; by block {:.1%}",
+        "router/routed_fraction_max": " to {:.1%}",
+        "router/capacity": " of tokens, capacity {:.1%}",
         "router/accuracy": "; decision accuracy {:.1%}",
-        "router/routed_fraction": ", routed {:.1%}",
-        "router/routed_fraction_min": " (by block {:.1%}",
-        "router/routed_fraction_max": " to {:.1%})",
-        "router/capacity": " of capacity {:.1%}",
     },
+    statistics=("router/gate", "router/score_std", "router/increment"),
     rows=_depth_rows,
     selections=_depth_selections,
 )
@@ -107,6 +114,8 @@ def _expert_rows(model, length, passes):
         rows |= passes.statistics("topk", ["moe/accuracy"]) | passes.loss("topk", "topk")
     if moe.num_noop:
         rows |= passes.loss("off", "routed_off")
+        if routing_of(model) is None:  # else the same pass switches routed blocks off too
+            rows["eval/moe/worth"] = passes.worth()
     if "moe/computed_fraction" in causal:
         rows["eval/moe/counted_fraction"] = moe.counted_fraction
         if routing_of(model) is None:

@@ -18,10 +18,19 @@ from efx.studies import cli, metrics
 
 AXES = ("step", "tokens", "flops", "seconds")
 CURVES = {"eval/loss": "held-out loss (nats)", "eval/bits_per_byte": "held-out bits per byte",
-          "train/loss": "training loss (nats)"}  # fmt: skip
+          "train/loss": "training loss (nats)",
+          "eval/router/worth": "worth of all routed blocks (nats)",
+          "eval/router/gate_min": "least mean gate of a routed block",
+          "eval/router/increment": "norm of routed increments over the stream's",
+          "eval/moe/min_load": "load of the least chosen expert over the mean",
+          "eval/dropout/kept": "fraction that learned masks keep",
+          "eval/adapter/gate": "mean gate of adapters",
+          "eval/latent/increment": "norm of latents over the skip connection's",
+          "eval/cross/increment": "norm of cross-attention over the stream's"}  # fmt: skip
 COLUMNS = {"step": "steps", "tokens": "tokens", "flops": "FLOPs", "seconds": "seconds",
            "parameters": "parameters", "eval/loss": "held-out loss",
-           "eval/bits_per_byte": "bits per byte", "train/loss": "training loss"}  # fmt: skip
+           "eval/bits_per_byte": "bits per byte", "train/loss": "training loss",
+           "eval/router/worth": "worth of routed blocks (nats)"}  # fmt: skip
 TEMPLATE = pathlib.Path(__file__).with_suffix(".html")
 
 

@@ -5,8 +5,9 @@
 For runs with decisions per token: depth routing, experts, learned dropout, gates, composed
 adapters. The page needs a browser and nothing else. It colours the text by one row: how many blocks
 compute the token, its entropy or loss, or what a block decides (computed or skipped, experts, the
-kept fraction of masks, router scores). The decisions are the causal ones of evaluation and
-sampling. All numbers are also in a CSV file beside the page, a line for each token.
+kept fraction of masks, router scores). Rows of closed gates are marked. The decisions are the
+causal ones of evaluation and sampling. All numbers are also in a CSV file beside the page, a line
+for each token.
 """
 
 import json
@@ -22,7 +23,7 @@ from efx.config.load import config_of_run
 from efx.errors import UsageError
 from efx.parallel import sharding
 from efx.studies import cli, token_choices, token_text
-from efx.train import setup
+from efx.train import health, setup
 from efx.train.step import evaluation_keys
 
 TEMPLATE = pathlib.Path(__file__).with_suffix(".html")
@@ -67,10 +68,10 @@ def rows_of_page(made):
     """Return the rows of the page: {name, quantity, kind, meaning, values}, the summaries first."""
     rows = []
 
-    def add(name, quantity, kind, meaning, values_T):
+    def add(name, quantity, kind, meaning, values_T, is_closed=False):
         values = [float(f"{x:.4g}") if math.isfinite(x) else None for x in values_T]
         rows.append({"name": name, "quantity": quantity, "kind": kind, "meaning": meaning}
-                    | {"values": values})  # fmt: skip
+                    | {"values": values, "is_closed": is_closed})  # fmt: skip
 
     if computed := made.values("computed"):
         depth_T = np.nansum(list(computed.values()), axis=0)
@@ -79,8 +80,16 @@ def rows_of_page(made):
     add("model", "entropy", "number", "entropy of the next token, in nats", made.entropy_T)
     add("model", "loss", "number", "loss of the next token, in nats", made.loss_T)
     for row in made.rows:
-        add(row.name, row.quantity, *token_choices.QUANTITIES[row.quantity], row.values_T)
+        kind, meaning = token_choices.QUANTITIES[row.quantity]
+        is_closed = row.quantity == "gate" and is_gate_closed(row, computed)
+        add(row.name, row.quantity, kind, meaning, row.values_T, is_closed)
     return rows
+
+
+def is_gate_closed(row, computed):
+    """Return whether the mean gate of the computed tokens is below `health.NEGLIGIBLE`."""
+    gates = np.abs(row.values_T[computed.get(row.name, np.isfinite(row.values_T)) > 0])
+    return bool(gates.size and np.mean(gates) < health.NEGLIGIBLE)
 
 
 def page(workdir, text=None, tokens=512, step=None):

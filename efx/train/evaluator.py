@@ -11,12 +11,12 @@ from efx.models.adapters import ADAPTERS
 from efx.models.costs import MASKS
 from efx.parallel import sharding
 from efx.routing.reports import DEPTH, EXPERTS
-from efx.train import losses, memory
+from efx.train import health, losses, memory
 from efx.train.selection_changes import Changes
 from efx.train.step import batch_shapes, by_layer, logits_bytes, make_eval_step
 
 # In the order of the logged line, see `describe`.
-REPORTS = (DEPTH, EXPERTS, ADAPTERS, MASKS)
+REPORTS = (DEPTH, EXPERTS, ADAPTERS, MASKS, health.INCREMENTS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +39,10 @@ class Passes:
             bits = losses.bits_per_byte(nats, self.bytes_per_token)
             metrics[f"eval/bits_per_byte{end}"] = bits
         return metrics
+
+    def worth(self):
+        """Nats that switching the routed parts off costs."""
+        return self.means["off"]["loss"] - self.means["causal"]["loss"]
 
     def statistics(self, selection, prefixes):
         """{metric: statistic of a pass}, for names with one of these prefixes."""
@@ -210,6 +214,10 @@ def describe(step, metrics):
         f"step {step}: held-out loss {metrics['eval/loss']:.4f} nats"
         f"{bits(metrics, ', {} bits per byte')}{cut(metrics)}"
     )
+    for report in REPORTS:
+        for name, words in report.words.items():
+            if f"eval/{name}" in metrics:
+                line += words.format(metrics[f"eval/{name}"])
     prefix = "eval/loss_"
     others = [
         f"{name.removeprefix(prefix)} {value:.4f}"
@@ -217,13 +225,9 @@ def describe(step, metrics):
         if name.startswith(prefix)
     ]
     if others:
-        line += f" (causal routing; {', '.join(others)})"
+        line += f"; loss by other routing: {', '.join(others)}"
     if "eval/repeated/gain" in metrics:
         line += f"; repeats gain {metrics['eval/repeated/gain']:.2f} nats"
-    for report in REPORTS:
-        for name, words in report.words.items():
-            if f"eval/{name}" in metrics:
-                line += words.format(metrics[f"eval/{name}"])
     return line
 
 

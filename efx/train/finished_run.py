@@ -13,6 +13,7 @@ from efx.logging import quantity
 from efx.models.config import SAME_MODEL
 from efx.parallel import sharding
 from efx.sampling import TextSampler
+from efx.train import health
 from efx.train.evaluator import Evaluator, describe, scored
 from efx.train.other_runs import check_tokenizer
 from efx.train.setup import finished
@@ -40,6 +41,7 @@ def evaluate(config, workdir, step=None):
         metrics = Evaluator(e.model, e.config, e.data, e.mesh, e.rules)(params, variables)
     if jax.process_index() == 0:
         print(describe(step, metrics))
+        health.Watch()(metrics, step / e.steps)
         print(scored(e.data, config.evaluate, metrics["eval/tokens"]))
         if warning := model_change_warning(e.config, workdir):
             print(warning)

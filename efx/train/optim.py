@@ -26,6 +26,7 @@ from efx.config.run import OptimConfig
 from efx.config.schema import make
 from efx.errors import UsageError
 from efx.layers import mup
+from efx.routing.parameters import params_pattern
 
 _log = logging.getLogger(__name__)
 # Muon's orthogonal updates are scaled by 0.2 sqrt(max(in, out)), the size of AdamW's (arXiv
@@ -195,6 +196,8 @@ def parameter_groups(config_optim, params_shapes, mup_ratio=1.0):
             f"config.optim.frozen={c.frozen!r}: freezes every parameter, so nothing would be "
             "trained; use a pattern that matches fewer"
         )
+    for path in filter(re.compile(params_pattern("router", "scorer")).fullmatch, paths):
+        multipliers.setdefault(path, c.router_rate)
     groups = {}
     for path, leaf in paths.items():
         is_frozen = path in frozen

@@ -26,7 +26,7 @@ from efx.parallel import multihost, sharding
 from efx.parallel.signals import Interrupted, StopSignals
 from efx.routing.calibrate import calibrate
 from efx.sampling import TextSampler
-from efx.train import memory, messages, optim, setup
+from efx.train import health, memory, messages, optim, setup
 from efx.train.evaluator import Evaluator, describe
 from efx.train.run_files import RunFiles
 from efx.train.run_log import RunLog
@@ -102,6 +102,7 @@ class Trainer:
         self.seed = jax.device_put(np.uint32(config.seed), sharding.replicated(e.mesh))
         self.step, self.log = 0, RunLog(e, self.training.shapes.params)
         self.scores = {}  # {step: checkpoint.best_metric}
+        self.warn_of_sleep = health.Watch()
         self.attention = []  # kernels of the compiled steps, as run.json records them
 
     def _make_sampler(self):
@@ -228,6 +229,7 @@ class Trainer:
             self._save()
         if "eval/loss" not in self.log.last_row:
             self._evaluate_and_sample(["evaluate"])
+            self.warn_of_sleep(self.log.last_row)
         else:
             self.println(f"already composed: {self.workdir} is at step {self.step}")
         return self._finish()
@@ -362,6 +364,7 @@ class Trainer:
             self.scores[self.step] = metrics.get(self.config.checkpoint.best_metric)
             self.log.write(self.step, metrics)
             self.println(describe(self.step, metrics))
+            self.warn_of_sleep(metrics, self.step / self.experiment.steps)
         if "sample" in due:
             self._sample({"params": params, **self.state.variables})
         self.files.mirror.upload()

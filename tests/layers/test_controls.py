@@ -177,7 +177,7 @@ def test_a_stochastic_model_is_evaluated_with_new_draws():
     assert 0.15 < routed < 0.35
     flops = model.ledger(families.LENGTH, "train").nominal_per_token
     assert rows["eval/router/flops_per_token"] == pytest.approx(flops, rel=0.2)
-    assert f"routed {routed:.1%}" in describe(3, rows)
+    assert f"routed blocks: {routed:.1%}" in describe(3, rows)
 
 
 # ---- position ----------------------------------------------------------------------------------

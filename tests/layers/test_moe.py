@@ -121,12 +121,15 @@ def token_choice(c, params, activation):
         y_BTD += mlp(params["shared"], activation)
     p, load_E = p_BTE[VALID_BT], chosen_BTE.sum((0, 1)) / chosen_BTE.sum()
     computed = admitted_BTE.sum() / chosen_BTE.sum()
+    mean_weight = (weight_BTE * admitted_BTE).sum() / admitted_BTE.sum()
     return y_BTD, {
+        **({} if c.renormalise else {"moe/weight": mean_weight}),
         "load_balance": choices * (load_E * p.mean(0)).sum(),
         "router_z": np.mean(np.log(np.exp(logits_BTE[VALID_BT]).sum(-1)) ** 2),
         "moe/overflow_fraction": load_E[: c.num_experts].sum() - computed,
         "moe/entropy": -(p * np.log(p)).sum(-1).mean(),
         "moe/max_load": choices * load_E[: c.num_experts].max(),
+        "moe/min_load": choices * load_E[: c.num_experts].min(),
         "moe/noop_fraction": load_E[c.num_experts :].sum(),
         "moe/computed_fraction": computed,
     }
@@ -142,11 +145,14 @@ def expert_choice(c, params, selection):
     computed_BTE = top_BTE if selection == "train" else admitted_BTE
     gate_BTE, load_E = expit(logits_BTE), selected_BTE.sum((0, 1))
     g, top, selected = gate_BTE[VALID_BT], top_BTE[VALID_BT], selected_BTE[VALID_BT]
+    mean_weight = (gate_BTE * computed_BTE).sum() / computed_BTE.sum()
     return sum_of_experts(params, gate_BTE * computed_BTE), {
+        **({"moe/weight": mean_weight} if selection == "causal" else {}),
         "expert_bce": -np.log(np.where(top, g, 1 - g)).mean(),
         "moe/overflow_fraction": 1 - admitted_BTE.sum() / load_E.sum(),
         "moe/entropy": -(g * np.log(g) + (1 - g) * np.log(1 - g)).mean(),
         "moe/max_load": load_E.max() / load_E.mean(),
+        "moe/min_load": load_E.min() / load_E.mean(),
         "moe/decided_fraction": load_E.mean() / VALID_BT.sum(),
         "moe/accuracy": np.mean(top == selected),
         "moe/unserved_fraction": 1 - computed_BTE.any(-1).sum() / VALID_BT.sum(),

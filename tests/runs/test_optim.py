@@ -170,12 +170,12 @@ def test_frozen_parameters_do_not_change_and_have_no_state(params, name):
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "schedule_free_adamw"])
 def test_multipliers_scale_the_update_and_the_first_match_wins(params, name):
-    def update(multipliers):
-        transformation = built(params, name=name, schedule=CONSTANT, lr_multipliers=multipliers)
-        return first_update(transformation, params, gradients(params, 0))[0]
+    def update(multipliers, **changes):
+        changes |= {"name": name, "schedule": CONSTANT, "lr_multipliers": multipliers}
+        return first_update(built(params, **changes), params, gradients(params, 0))[0]
 
     plain = update(())
-    got = update(((".*/bias", 3.0), ("block_0/.*", 0.25), (".*/query/.*", 7.0)))
+    got = update(((".*/bias", 3.0), ("block_0/.*", 0.25), (".*/query/.*", 7.0)), router_rate=9.0)
     for path, value in plain.items():
         factor = {
             "block_0/attention/query/bias": 3.0,
@@ -183,6 +183,10 @@ def test_multipliers_scale_the_update_and_the_first_match_wins(params, name):
             "block_0/router/kernel": 0.25,
         }.get(path, 1.0)
         np.testing.assert_allclose(got[path], factor * value, rtol=2e-4, atol=1e-7, err_msg=path)
+    slowed = update((), router_rate=0.1)
+    for path, value in plain.items():
+        factor = 0.1 if path == "block_0/router/kernel" else 1.0
+        np.testing.assert_allclose(slowed[path], factor * value, rtol=2e-4, atol=1e-7, err_msg=path)
 
 
 def test_patterns_match_whole_paths():

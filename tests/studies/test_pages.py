@@ -49,6 +49,19 @@ def test_the_map_has_rows_of_other_decisions(name, quantity):
     assert rows and all(np.nanmax(values_T) > 0 for values_T in rows.values())
 
 
+def test_the_map_marks_gates_that_are_closed_on_computed_tokens():
+    computed_T, entropy_T = np.array([1.0, 0.0, 0.0, 1.0]), np.ones(4)
+    rows = []
+    for name, gate in (("block_1", 0.02), ("block_3", -0.009)):
+        rows.append(token_choices.Row(name, "computed", computed_T))
+        rows.append(token_choices.Row(name, "gate", gate * computed_T))
+    made = token_choices.TokenMap(rows, entropy_T, entropy_T)
+    closed = [
+        (row["name"], row["quantity"]) for row in routing_map.rows_of_page(made) if row["is_closed"]
+    ]
+    assert closed == [("block_3", "gate")]
+
+
 def test_a_character_of_several_tokens_is_the_text_of_the_last():
     from efx.data.tokenizers import ByteTokenizer
 
@@ -169,6 +182,17 @@ def test_a_report_in_a_browser(tmp_path):
         figures = "return document.querySelectorAll('.js-plotly-plot').length"
         assert browser.execute_script(figures) == 2
     assert "model.depth=4" in out.read_text()
+
+
+def test_a_report_shows_the_worth_and_the_gates_of_routed_blocks(tmp_path):
+    config = {"data": {"tokenizer": "bytes"}, "model": {"depth": 2}, "seed": 0}
+    health = {"eval/router/worth": 0.0123, "eval/router/gate_min": 0.3}
+    text = report.page(
+        [str(logged_run(tmp_path / "a", config, [(1, {"train/loss": 2.0} | health)]))]
+    )
+    for column in health:
+        assert report.CURVES[column] in text
+    assert ">0.0123<" in text
 
 
 def test_a_plot_puts_evaluations_between_training_rows(tmp_path, capsys):
