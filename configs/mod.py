@@ -17,8 +17,9 @@ explains them. The main ones; the paper leaves those with a * open:
     capacity                fraction of the tokens that a routed block computes
     gate*                   factor on a routed block's increment: "sigmoid" of the score,
                             "identity" (the paper), "tanh", "one", or "twice_sigmoid"
-    train_selection         "topk"; "threshold", which is causal; or a control without router:
-                            "stochastic", "position" or "token_hash"
+    score                   what tokens are selected by: the learned "router"; or a control, with
+                            gate "one": "stochastic", "position" or "token_hash"
+    train_selection         "topk"; or "threshold", which is causal
     causal                  "threshold", "aux_loss" or "predictor"
     slack*                  limit of a causal decision, as a multiple of the capacity
 

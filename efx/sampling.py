@@ -27,7 +27,7 @@ from efx.config.run import SampleConfig
 from efx.config.schema import make
 from efx.errors import UsageError
 from efx.layers import kv_cache
-from efx.layers.stack import label
+from efx.layers.report import label
 from efx.parallel import sharding
 from efx.train import memory
 
@@ -38,9 +38,9 @@ _LONG_CACHE = 2**16  # tokens of all rows from which the memory of a cache is ch
 _MASS_TOLERANCE = 1e-6  # relative; rounding error of probabilities summed in float32
 # Folded into the seed of stochastic routing; no token has this index.
 ROUTING = np.uint32(2**32 - 1)
-# Counters of each row in the cache: routed tokens of those that reach a block, tokens over its
-# limit, and choices that experts computed and dropped.
-_COUNTERS = "routed", "reached", "overflow", "admitted", "dropped"
+# Counts of each row in the cache: the tokens that reach a routed block, and the tokens or choices
+# that routed blocks and experts admit and that are over their limits.
+_COUNTS = "reached", "admitted", "overflow"
 
 
 class Sampler:
@@ -297,7 +297,7 @@ class _Run:
       must_read: whether all rows have to be read with the current variables.
       length_B: number of tokens of each row in the cache.
       start_B: index in its text of the first of these.
-      counts: {name: {block: [B]}} of `_COUNTERS`.
+      counts: {name: {block: [B]}} of `_COUNTS`.
     """
 
     def __init__(self, sampler, variables, texts, seeds):
@@ -307,7 +307,7 @@ class _Run:
         self.mesh, self.is_split = mesh_for(variables if is_fixed else {}, jax.local_devices()[0])
         self.seed_B = np.array([seed % 2**32 for seed in seeds], np.uint32)
         self.length_B, self.start_B = np.zeros((2, size), np.int32)
-        self.counts = {name: {} for name in _COUNTERS}
+        self.counts = {name: {} for name in _COUNTS}
         self.new_tokens = self.prefill_seconds = self.decode_seconds = 0
         self.variables, self.next_update = {}, 0
         self._update_variables(texts)
@@ -385,12 +385,13 @@ class _Run:
 
     def _add_counts(self, rows):
         """Add the counts in the cache of these rows, before it is emptied."""
-        for path, value in jax.tree_util.tree_leaves_with_path(self.cache):
-            *modules, name = (key.key for key in path)
+        leaves = jax.tree_util.tree_leaves_with_path(self.cache)
+        counts = {tuple(key.key for key in path): value for path, value in leaves}
+        for (*modules, name), value in counts.items():
             if name in self.counts:
                 # [B], or [B, ...] of experts or of several models that are decoded together.
                 counts_BN = np.asarray(value).reshape(len(value), -1)
-                combine = np.mean if name in ("routed", "reached") else np.sum
+                combine = np.mean if (*modules, "reached") in counts else np.sum
                 total_B = self.counts[name].setdefault(
                     label("/".join(modules)), np.zeros(len(value))
                 )
@@ -400,33 +401,39 @@ class _Run:
         """Statistics of the finished call, once.
 
         new_tokens; prefill_seconds, decode_seconds; tokens_per_second (of decoding); cache_bytes;
-        expert_choices and expert_overflow (choices that experts dropped); per row [B]:
+        expert_choices and expert_overflow (choices over the limits of experts); per row [B]:
         computed_choices_by_row {layer: choices that its experts computed}, routed_by_row {block:
         tokens that it computed}. With routed blocks: routed_fraction (mean over blocks of the
         computed fraction of tokens), selected (tokens that the blocks selected), overflow (those of
         them over the causal limit).
         """
         self._add_counts(range(len(self.seed_B)))
-        total = {name: round(sum(map(np.sum, of.values()))) for name, of in self.counts.items()}
+        reached, admitted, overflow = (self.counts[name] for name in _COUNTS)
+        routed = {layer: admitted[layer] for layer in reached}
+        experts = {layer: count_B for layer, count_B in admitted.items() if layer not in reached}
+        expert_overflow = _total(overflow[layer] for layer in experts)
         stats = {
             "new_tokens": self.new_tokens,
             "prefill_seconds": self.prefill_seconds,
             "decode_seconds": self.decode_seconds,
             "tokens_per_second": self.new_tokens / max(self.decode_seconds, 1e-9),
             "cache_bytes": sum(value.nbytes for value in jax.tree.leaves(self.cache)),
-            "expert_overflow": total["dropped"],
-            "expert_choices": total["dropped"] + total["admitted"],
-            "computed_choices_by_row": self.counts["admitted"],
-            "routed_by_row": self.counts["routed"],
+            "expert_overflow": expert_overflow,
+            "expert_choices": expert_overflow + _total(experts.values()),
+            "computed_choices_by_row": experts,
+            "routed_by_row": routed,
         }
-        if routed := self.counts["routed"]:
+        if routed:
             # Fractions of the tokens (or latents) that reach a block.
-            reached = self.counts["reached"]
             fractions = [routed[block].sum() / max(1, reached[block].sum()) for block in routed]
             stats["routed_fraction"] = float(np.mean(fractions))
-            stats["overflow"] = total["overflow"]
-            stats["selected"] = total["overflow"] + total["routed"]
+            stats["overflow"] = _total(overflow[layer] for layer in routed)
+            stats["selected"] = stats["overflow"] + _total(routed.values())
         return stats
+
+
+def _total(counts):
+    return round(sum(map(np.sum, counts)))
 
 
 def _total_statistics(calls):

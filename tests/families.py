@@ -22,7 +22,7 @@ from efx import models
 from efx.configs import common
 from efx.errors import UsageError
 from efx.layers import flops
-from efx.layers.stack import period
+from efx.models.stack import period
 from efx.train import losses
 
 BATCH, LENGTH, VOCAB = 8, 32, 45
@@ -64,7 +64,7 @@ def _mod(losses=("router_bce",), looks_ahead=True, depth_routing=None, **setting
 
 
 def _control(name, **depth_routing):
-    routing = dict(kind="mod", capacity=0.5, train_selection=name)
+    routing = dict(kind="mod", capacity=0.5, score=name, gate="one")
     return _row(depth_routing=routing | depth_routing)
 
 
@@ -382,8 +382,9 @@ FAMILIES = {
     ),
     "adapter": _row(preset="gpt2", adapter=adapters("mlp", gate=True)),
     "adapter_mod": _row(
+        looks_ahead=True,
         depth_routing=dict(
-            kind="mod", train_selection="token_hash", capacity=0.5, every=1, **FOR_SKIPPED
+            kind="mod", score="token_hash", gate="one", capacity=0.5, every=1, **FOR_SKIPPED
         ),
         adapter=adapters(experts=3, routing="topk", sites=".*/(query|key|up)"),
     ),
@@ -567,9 +568,11 @@ def selects_tokens(model):
 
 def draws(model):
     """Whether training draws random numbers, which are others in each micro-batch."""
-    control, dropout = model.config.depth_routing.control, model.config.dropout
+    dropout = model.config.dropout
     rounds = dropout.kind == "attention" and dropout.attention.rounding == "stochastic"
-    selects = control is not None and control.draw is not None
+    selects = skips_tokens(model) and refuses(
+        lambda: jax.eval_shape(model.apply, variable_shapes(model), tokens(batch=1))
+    )
     return selects or rounds or dropout.kind == "standard"
 
 
@@ -614,8 +617,7 @@ def with_capacity(model, share=1.0, slack=1.0):
         several = r.capacity if isinstance(r.capacity, tuple) else (r.capacity,)
         less = tuple(1.0 if each == 1 else share * each for each in several)
         changes[key + "capacity"] = less if isinstance(r.capacity, tuple) else less[0]
-        if not r.is_control or r.control.has_causal_limit:
-            changes[key + "slack"] = slack
+        changes[key + "slack"] = slack
     model = models.changed(model, **changes)
     if has_entrances(model):
         a = model.adapter

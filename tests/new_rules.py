@@ -1,23 +1,54 @@
-"""A selection, two controls and a decision that efx does not know by name, for tests of what all
+"""Scores, a selection, a gate and a decision that efx does not know by name, for tests of what all
 have. A test module imports the fixture `new_rules`."""
+
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import linen as nn
 
 from efx.config import schema
-from efx.routing import controls, decisions, selection
+from efx.layers import selection
+from efx.parallel.sharding import parameter
+from efx.routing import decisions
 from efx.routing.config import DepthRoutingConfig
+from efx.routing.gates import GATES
+from efx.routing.scores import SCORES, Router, Score
+from efx.routing.selections import SELECTIONS, Selection
+
+
+class Norm(Score):
+    """The norm of the hidden state: without parameters."""
+
+    def __call__(self, x_BTD, call):
+        return jnp.linalg.norm(x_BTD.astype(jnp.float32), axis=-1)
+
+
+class Probe(Score):
+    """The distance from a learned point: with parameters of its own."""
+
+    is_trained: ClassVar[bool] = True
+
+    @nn.compact
+    def __call__(self, x_BTD, call):
+        point_D = parameter(self, "point", nn.initializers.ones, (self.width,), ("norm",))
+        return jnp.linalg.norm(x_BTD.astype(jnp.float32) - point_D[None, None], axis=-1)
+
+
+class GumbelRouter(Router):
+    """Top-k of these samples without replacement."""
+
+    @nn.compact
+    def __call__(self, x_BTD, call):
+        noise_BT = -jnp.log(-jnp.log(jnp.maximum(self.uniform(call), 1e-30)))
+        return super().__call__(x_BTD, call) + noise_BT
 
 
 def first_tokens(scores_BT, rate, valid_BT, segment_ids_BT):
     """The first ceil(rate * T) valid tokens of a row."""
     slots = selection.num_slots(rate, scores_BT.shape[1])
     return valid_BT & (jnp.cumsum(valid_BT, axis=1) <= slots)
-
-
-def even_positions(call, seed, capacity):
-    return call.positions_BT % 2 == 0
 
 
 class Drawn(decisions.Decision):
@@ -29,10 +60,10 @@ class Drawn(decisions.Decision):
 
 @pytest.fixture
 def new_rules(monkeypatch):
-    for name in ("train_selection", "causal"):
+    for name in ("score", "train_selection", "gate", "causal"):
         monkeypatch.setitem(schema._hints(DepthRoutingConfig), name, str)
-    monkeypatch.setitem(selection.SELECTIONS, "first", selection.Selection(first_tokens))
-    exact = controls.Control(even_positions, has_causal_limit=False)
-    monkeypatch.setitem(controls.CONTROLS, "even", exact)
-    monkeypatch.setitem(controls.CONTROLS, "limited", controls.Control(even_positions))
+    for name, score in (("norm", Norm), ("probe", Probe), ("gumbel", GumbelRouter)):
+        monkeypatch.setitem(SCORES, name, score)
+    monkeypatch.setitem(SELECTIONS, "first", Selection(first_tokens))
+    monkeypatch.setitem(GATES, "softplus", jax.nn.softplus)
     monkeypatch.setitem(decisions.DECISIONS, "drawn", Drawn)

@@ -25,7 +25,7 @@ BASE = {
 DENSE = {"model.depth_routing.kind": "none"}
 FAST = {"optim.router_rate": 1.0}
 SLOW = {"optim.router_rate": 0.1}
-POSITION = {"model.depth_routing.train_selection": "position"}
+POSITION = {"model.depth_routing.score": "position", "model.depth_routing.gate": "one"}
 ADAMW = {"optim.name": "adamw", "optim.learning_rate": 2e-3}
 # The square root of the capacity, for blocks that see an eighth of the tokens.
 SLOW_BLOCKS = SLOW | {"optim.lr_multipliers": ((r"layers/block_[1357]/(?!router).*", 0.125**0.5),)}

@@ -51,6 +51,7 @@ BASE = {
 }
 COPYING = {"evaluate.repeated_rows": 64}  # measure what a model copies from its context
 DENSE = {"model.depth_routing.kind": "none"}
+THRESHOLD = {"model.depth_routing.train_selection": "threshold"}
 MAIN = ("dense", "dense, half as deep", "MoD 12.5%")  # with several seeds
 LARGEST = 1.2e13
 
@@ -64,8 +65,8 @@ def size_of(width, depth, heads=None):
     return BASE | changes | {"model.attention.num_heads": heads or HEADS[width]}
 
 
-def control(selection):
-    return {"model.depth_routing.train_selection": selection}
+def control(score):
+    return {"model.depth_routing.score": score, "model.depth_routing.gate": "one"}
 
 
 SIZES = {
@@ -82,7 +83,7 @@ def families_of(sizes):
         "dense": DENSE,
         "dense, half as deep": DENSE | {"model.depth": half},
         "MoD 12.5%": {},
-        "threshold in training too": control("threshold"),
+        "threshold in training too": THRESHOLD,
         "staged MoDE": {
             "model.mlp.kind": "moe",
             "model.mlp.moe.num_experts": 8,
@@ -214,14 +215,11 @@ def get_sweep(part):
         "dense": {"dense, 48 wide": _run(48, 6, 5e-3, LARGEST, DENSE)},
         # As many steps as MoD has with 12 TFLOPs.
         "tokens": {
-            name: size_of(64, 8)
-            | COPYING
-            | control(selection)
-            | {"steps": 5997, "optim.learning_rate": rate}
-            for name, selection, rate in (
-                ("MoD 12.5%", "topk", 5e-3),
-                ("types of tokens", "token_hash", 2.5e-3),
-                ("threshold in training too", "threshold", 5e-3),
+            name: size_of(64, 8) | COPYING | changes | {"steps": 5997, "optim.learning_rate": rate}
+            for name, changes, rate in (
+                ("MoD 12.5%", {}, 5e-3),
+                ("types of tokens", control("token_hash"), 2.5e-3),
+                ("threshold in training too", THRESHOLD, 5e-3),
             )
         },
     }

@@ -21,6 +21,7 @@ SIZE = {
     "checkpoint.every": 0,
 }
 DENSE = {"model.depth_routing.kind": "none"}
+STOCHASTIC = {"model.depth_routing.score": "stochastic", "model.depth_routing.gate": "one"}
 # Two of eight experts a token, each half as wide as the dense MLP: a token's MLP costs the same.
 EXPERTS = {
     "model.mlp.kind": "moe",
@@ -39,7 +40,7 @@ RUNS = {
     "MoD 25%, every second block": {"model.depth_routing.capacity": 0.25},
     "MoD 50%, every second block": {"model.depth_routing.capacity": 0.5},
     "MoD 12.5%, every block": {"model.depth_routing.every": 1},
-    "stochastic 12.5%, every second block": {"model.depth_routing.train_selection": "stochastic"},
+    "stochastic 12.5%, every second block": STOCHASTIC,
     "threshold in training too, 12.5%": {
         "model.depth_routing.train_selection": "threshold",
         "model.depth_routing.slack": 1.25,
@@ -63,7 +64,7 @@ RUNS = {
 # `configs/mod.py` as it is, against its dense twins.
 DEFAULT_SIZE = {
     "MoD 12.5%": {},
-    "stochastic 12.5%": {"model.depth_routing.train_selection": "stochastic"},
+    "stochastic 12.5%": STOCHASTIC,
     "dense": DENSE,
     "dense, half as deep": DENSE | {"model.depth": 4},
 }
@@ -79,7 +80,7 @@ def get_sweep(part="small"):
         equal="" if is_small else "flops",  # `train_flops` is the same in all small runs
         runs={name: SIZE | changes for name, changes in RUNS.items()} if is_small else DEFAULT_SIZE,
         columns={
-            "loss under training's selection": "eval/loss_topk|eval/loss_stochastic",
+            "loss under training's selection": "eval/loss_topk",
             "accuracy of the decision": "eval/router/accuracy",
             "selected fraction": "eval/router/routed_fraction",
         },

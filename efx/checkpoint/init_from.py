@@ -17,8 +17,8 @@ from efx.checkpoint.params import fingerprint, restore_params
 from efx.config import schema
 from efx.config.load import completed
 from efx.errors import UsageError
-from efx.layers.stack import convert_layers, scan_params, unroll_params
 from efx.models.config import SAME_MODEL
+from efx.models.stack import convert_layers, scan_params, unroll_params
 
 # Settings that change the function of the same parameters; rows may become longer.
 _MODEL_SETTINGS = rf"model\.(?!({SAME_MODEL}|context)$).*"

@@ -155,10 +155,13 @@ def _check_config(config, parent, to):
         raise UsageError(
             f"config.model.depth_routing.kind={routing.kind!r}: --to={to} needs {expected!r}"
         )
-    if to == "mod" and not routing.is_control and routing.gate not in _GATES:
-        raise UsageError(
-            f"config.model.depth_routing.gate={routing.gate!r}: must be 1 for a score of 0, so "
-            f"that the model starts as its parent: use {' or '.join(_GATES)}"
+    # Routers start at zero; other scores do not.
+    gates = _GATES if routing.score == "router" else ("one",)
+    if to == "mod" and routing.gate not in gates:
+        routing.refuse(
+            "gate",
+            f"must be 1 at the start, so that the model starts as its parent: use "
+            f"{' or '.join(gates)}",
         )
     new_run.check_inherited(config, _inherited_settings(parent, to))
 

@@ -148,6 +148,7 @@ _VALUES = {
     "depth_routing.target": ("block",),
     "depth_routing.router_norm": ("none", "rms"),
     "depth_routing.gate": ("identity", "sigmoid", "tanh", "twice_sigmoid", "one"),
+    "depth_routing.score": ("router",),
     "depth_routing.train_selection": ("topk", "threshold"),
     "depth_routing.causal": ("aux_loss", "threshold", "predictor"),
     "depth_routing.kv_for_skipped": (False,),

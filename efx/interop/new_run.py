@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from efx import io, models, run_dir
 from efx.config import schema
 from efx.errors import UsageError, is_primary
-from efx.layers.stack import convert_layers, scan_params
+from efx.models.stack import convert_layers, scan_params
 from efx.parallel import multihost, sharding
 from efx.routing import parameters
 from efx.train import setup

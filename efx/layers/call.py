@@ -5,19 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import struct
 
-from efx.routing import selection
-
-
-@struct.dataclass
-class TokenPlaces:
-    """The intervals of token ids on a line of length 1, see `controls.TokenPlacement`.
-
-    Attributes:
-      start_BT: where the interval of a token's id starts. length_BT: its length.
-    """
-
-    start_BT: Any
-    length_BT: Any
+from efx.layers import selection
 
 
 @struct.dataclass
@@ -59,8 +47,8 @@ class Call:
         the layer; None: positions + 1.
       selectable_BT: bool, the tokens that routing may select, or None: all.
       mask_input_BTD: input of learned dropout in place of the activations, or None.
-      token_places: `TokenPlaces` for controls that select by token id, or None.
-      routing_key: key of random selections, or None.
+      token_places_BT: `scores.token_places` for a score that reads the ids of tokens, or None.
+      routing_key: key of random scores, or None.
       cache: a `CacheView` while decoding, else None.
       encoder: (states [B, S, D], their `Call`) for cross-attention, or None. Routing does not
         gather it: routed tokens attend to all encoder states.
@@ -76,7 +64,7 @@ class Call:
     count_BT: Any = None
     selectable_BT: Any = None
     mask_input_BTD: Any = None
-    token_places: Any = None
+    token_places_BT: Any = None
     routing_key: Any = None
     cache: CacheView | None = None
     encoder: Any = None
@@ -129,7 +117,7 @@ class Call:
             count_BT=gathered(self.count_BT),
             mask_input_BTD=gathered(self.mask_input_BTD),
             selectable_BT=None,
-            token_places=None,
+            token_places_BT=None,
             has_gaps=True,
         )
 

@@ -19,8 +19,8 @@ from efx.config.schema import (
     block,
 )
 from efx.errors import UsageError
+from efx.layers import selection
 from efx.layers.norms import NORMS
-from efx.routing import selection
 
 Activation = Literal["gelu", "gelu_tanh", "swiglu"]  # "gelu" is the exact one
 Norm = Literal[tuple(NORMS)]

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx.layers.attend import attend_cache, attend_masked, visible
+from efx.layers.selection import distinct
 from efx.parallel import sharding
-from efx.routing.selection import distinct
 
 KEYS_AND_VALUES = "cached_key", "cached_value"
 _SLOTS = *KEYS_AND_VALUES, "position"  # -1 in an empty slot: no query sees its key and value

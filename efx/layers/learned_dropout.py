@@ -21,15 +21,15 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx.layers import batch_means, costs
+from efx.layers import batch_means
 from efx.layers.attend import attend
 from efx.layers.config import BlockConfig, ElementwiseConfig
 from efx.layers.dropout import ProbsDropout, StandardDropout
 from efx.layers.kv_cache import attend_cached
 from efx.layers.linear import matmul
-from efx.layers.report import Report, choices_requested, sow_choice
+from efx.layers.report import choices_requested, sow_choice
+from efx.layers.selection import add, in_rounds, take
 from efx.parallel.sharding import constrain, parameter
-from efx.routing.selection import add, in_rounds, take
 
 # ---- functions of a mask -------------------------------------------------------------------------
 
@@ -370,35 +370,3 @@ def make_dropout(block, site, name=None):
 def make_mask_input(block, name=None):
     """Make the module that computes `Call.mask_input_BTD`, or return None if no mask reads it."""
     return MaskInput(block, name=name) if block.dropout.has_mask_input else None
-
-
-# ---- evaluation ----------------------------------------------------------------------------------
-
-COMPUTED = "mlp/computed_fraction"  # sown by blocks whose MLP skips dropped tokens
-
-
-def _flops_row(model, length, passes):
-    """{metric: FLOPs per token} of a model whose MLPs compute kept tokens only.
-
-    Empty with depth routing and for latents, whose blocks do not all have `length` tokens.
-    """
-    computed = passes.means["causal"].get(COMPUTED)
-    if computed is None:
-        return {}
-    specs, nominal = model.blocks().values(), model.ledger(length).nominal
-    mlps = [(b, costs.mlp_flops(b, length)["mlp"]) for spec in specs for b in spec.blocks]
-    if any(spec.routing for spec in specs) or nominal["mlp"] != sum(flops for _, flops in mlps):
-        return {}
-    skipping = sum(flops for b, flops in mlps if b.moe is None and b.soft is None)
-    return {"eval/flops_per_token": (sum(nominal.values()) - (1.0 - computed) * skipping) / length}
-
-
-MASKS = Report(
-    words={
-        "dropout/kept": "; masks keep {:.1%}",
-        COMPUTED: "; MLPs computed for {:.1%} of the tokens",
-    },
-    statistics=("dropout/", COMPUTED),
-    rows=_flops_row,
-    compared=lambda model: "masks" if model.config.dropout.learned else "",
-)

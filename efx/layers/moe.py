@@ -9,7 +9,7 @@ with its largest logits, which looks ahead. As for Mixture-of-Depths, the gate i
 and evaluation and sampling select causally, by logit > 0.
 
 Under a causal selection an expert admits at most ceil(rate (t + 1)) + HEADROOM of the tokens 0..t
-of a sequence, the earlier first (`selection.admit`). The sums of dropped tokens lack this expert.
+of a sequence, the earlier first (`selection.admit`). The sums of other tokens lack it.
 """
 
 import functools
@@ -21,14 +21,13 @@ import optax
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from efx.layers import batch_means
+from efx.layers import admission, batch_means, selection
 from efx.layers.config import MoEConfig
 from efx.layers.linear import broadcast, mark_projection
 from efx.layers.mlp import MLP, activate
 from efx.layers.report import health_requested, sow_choice
 from efx.parallel.collectives import exchange
 from efx.parallel.sharding import constrain, parameter
-from efx.routing import admission, selection
 
 ROUTER_STD = 0.02
 # Logical axes of [E, B, C, D]: a device gathers tokens of its rows, then sends them to the devices
@@ -92,7 +91,7 @@ class MoE(MLP):
 
     Sows the losses `load_balance` and `router_z` (token choice) or `expert_bce` (expert choice),
     means over valid tokens, and statistics `moe/...`. Padding and unused slots of a depth-routed
-    block are invalid. The cache counts admitted and dropped choices: [B, E] and [B].
+    block are invalid. The cache counts choices, see `admission.admit`.
 
     Attributes:
       hidden: F of one expert.
@@ -137,7 +136,9 @@ class MoE(MLP):
         # No-op experts admit no tokens.
         is_choice_BTKE = is_choice_BTKE[..., : c.num_experts] & valid_BT[..., None, None]
         selected_BTE = jnp.any(is_choice_BTKE, axis=2)
-        admitted_BTE = self._admit(selected_BTE, call)
+        admitted_BTE, _ = admission.admit(
+            self, selected_BTE, c.rate(), c.slots(length, "causal"), call
+        )
         is_admitted_BTKE = is_choice_BTKE & admitted_BTE[:, :, None]
         weight_BTK = jnp.where(jnp.any(is_admitted_BTKE, axis=-1), weight_BTK, 0.0)
         weight_BTE = jnp.sum(jnp.where(is_admitted_BTKE, weight_BTK[..., None], 0.0), axis=2)
@@ -156,27 +157,18 @@ class MoE(MLP):
         return self._compute(sum_over_choices, experts, x_BTD, admitted_BTE, choices, call)
 
     def _expert_choice(self, experts, x_BTD, logits_BTE, call):
-        valid_BT = call.real(x_BTD.shape[0])
-        selected_BTE = (logits_BTE > 0) & valid_BT[..., None]
-        computed_BTE = admitted_BTE = self._admit(selected_BTE, call)
+        c = self.config
+        limit = c.rate(), c.slots(x_BTD.shape[1], "causal")
+        masks = admission.choose_by_sign(
+            self, logits_BTE, c.capacity, *limit, call, loss="expert_bce"
+        )
+        computed_BTE, selected_BTE, *_ = masks
         if not call.decode:
-            topk_BTE = select_topk(logits_BTE, self.config.capacity, call)
-            computed_BTE = topk_BTE if call.looks_ahead else admitted_BTE
-            masks = selected_BTE, admitted_BTE, topk_BTE, computed_BTE
-            self._report_expert_choice(logits_BTE, *masks, valid_BT)
+            self._report_expert_choice(logits_BTE, *masks, call.real(len(x_BTD)))
         weight_BTE = jnp.where(computed_BTE, jax.nn.sigmoid(logits_BTE), 0.0)
         self._sow_weights(weight_BTE, computed_BTE, call)
         self._sow_choices(selected_BTE, computed_BTE, weight_BTE, call)
         return self._compute(sum_over_experts, experts, x_BTD, computed_BTE, (weight_BTE,), call)
-
-    def _admit(self, selected_BTE, call):
-        """Mask of the selected tokens under the causal limit of each expert."""
-        rate, length = self.config.rate(), selected_BTE.shape[1]
-        if call.decode:
-            counts = "admitted", "dropped"
-            return admission.admit_new_tokens(self, selected_BTE, rate, call, counts)[0]
-        slots = self.config.slots(length, "causal")
-        return selection.admit(selected_BTE, rate, call, slots=slots)
 
     def _compute(self, sum_fn, experts, x_BTD, computed_BTE, choices, call):
         """`sum_fn(experts, x_BTD, index_EBC, *choices)` for the tokens of a mask."""
@@ -212,9 +204,9 @@ class MoE(MLP):
         batch_means.sow(self, "losses", "router_z", batch_means.over(z_BT, valid_BT))
         expert_load, noop_load = jnp.split(load.total, [c.num_experts])
         computed = jnp.sum(admitted_BTE, dtype=jnp.float32) / c.top_k
-        dropped = jnp.sum(selected_BTE & ~admitted_BTE, dtype=jnp.float32) / c.top_k
+        overflow = jnp.sum(selected_BTE & ~admitted_BTE, dtype=jnp.float32) / c.top_k
         self._sow_statistics(
-            dropped_fraction=batch_means.Mean(dropped, load.count),
+            overflow_fraction=batch_means.Mean(overflow, load.count),
             entropy=batch_means.over(-jnp.sum(probs_BTE * log_probs_BTE, axis=-1), valid_BT),
             max_load=batch_means.Mean(c.num_choices * expert_load, load.count, jnp.max),
             min_load=batch_means.Mean(c.num_choices * expert_load, load.count, jnp.min),
@@ -223,22 +215,17 @@ class MoE(MLP):
         )
 
     def _report_expert_choice(
-        self, logits_BTE, selected_BTE, admitted_BTE, topk_BTE, computed_BTE, valid_BT
+        self, logits_BTE, computed_BTE, selected_BTE, admitted_BTE, topk_BTE, valid_BT
     ):
         if not batch_means.wanted(self):
             return
-        # The loss trains the causal selection, logit > 0, to predict the top-k.
-        bce_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, topk_BTE.astype(jnp.float32))
-        batch_means.sow(
-            self, "losses", "expert_bce", batch_means.over(jnp.mean(bce_BTE, axis=-1), valid_BT)
-        )
         load = batch_means.over(selected_BTE.astype(jnp.float32), valid_BT)
-        dropped = jnp.sum(selected_BTE & ~admitted_BTE, dtype=jnp.float32)
+        overflow = jnp.sum(selected_BTE & ~admitted_BTE, dtype=jnp.float32)
         entropy_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, jax.nn.sigmoid(logits_BTE))
         correct_BT = jnp.mean(selected_BTE == topk_BTE, axis=-1)
         unserved_BT = ~jnp.any(computed_BTE, axis=-1)
         self._sow_statistics(
-            dropped_fraction=batch_means.Mean(dropped, jnp.sum(load.total)),
+            overflow_fraction=batch_means.Mean(overflow, jnp.sum(load.total)),
             entropy=batch_means.over(jnp.mean(entropy_BTE, axis=-1), valid_BT),
             max_load=load.replace(function=max_over_mean),
             min_load=load.replace(function=min_over_mean),
@@ -258,10 +245,10 @@ class MoE(MLP):
 
     def _sow_choices(self, selected_BTE, computed_BTE, weight_BTE, call):
         """Sow, for each token, the experts that compute it (`served`), their `weights`, and the
-        number of selected experts that do not compute it (`full`)."""
+        number of selected experts that do not compute it (`overflow`)."""
         sow_choice(self, "served", computed_BTE, call)
         sow_choice(self, "weights", weight_BTE, call)
-        sow_choice(self, "full", jnp.sum(selected_BTE & ~computed_BTE, axis=-1), call)
+        sow_choice(self, "overflow", jnp.sum(selected_BTE & ~computed_BTE, axis=-1), call)
 
 
 # ---- sums of experts ---------------------------------------------------------------------------
@@ -333,13 +320,6 @@ def largest_indices(scores, count):
         indices.append(index)
         scores = jnp.where(jax.nn.one_hot(index, scores.shape[-1], dtype=bool), -jnp.inf, scores)
     return jnp.stack(indices, axis=-1)
-
-
-def select_topk(logits_BTE, capacity, call):
-    """Mask of the tokens of a sequence with the largest logits of each expert. Looks ahead."""
-    select = jax.vmap(selection.select_topk, (2, None, None, None), 2)
-    scores_BTE, valid_BT = jax.lax.stop_gradient(logits_BTE), call.real(len(logits_BTE))
-    return select(scores_BTE, capacity, valid_BT, call.segment_ids_BT)
 
 
 def load_balance(mean_2E):

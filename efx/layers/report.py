@@ -1,5 +1,6 @@
 """How a feature of a model reports itself: metrics of an evaluation, and decisions per token."""
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -51,6 +52,25 @@ def sow_increment(module, name, increment_BTD, stream_BTD, valid_BT, call):
 
 def _root_of_ratio(mean_X):
     return jnp.sqrt(mean_X[0] / jnp.maximum(mean_X[1], jnp.finfo(jnp.float32).tiny))
+
+
+# Names of the modules of a block. The mask of the embedding is in no block.
+_IN_A_BLOCK = re.compile("(cross_)?attention|(skip_)?mlp|soft|dropout_(?!embedding$).*")
+
+
+def layer_of(path):
+    """Path of the layer of the module at this path; of a module outside layers, such as the mask of
+    the embedding, its own path."""
+    names = path.split("/")
+    parts = (i for i, name in enumerate(names) if _IN_A_BLOCK.fullmatch(name))
+    return "/".join(names[: next(parts, None)])
+
+
+def label(path):
+    """Name of a layer in reports: `block_1`, of two streams `block_1/decoder`, of a mask in no
+    layer `embedding`."""
+    names = (name for name in path.split("/") if name != "layers")
+    return "/".join(name.removeprefix("dropout_") for name in names)
 
 
 # Collection of decisions per token. Training and evaluation do not request it, so their programs do

@@ -22,13 +22,13 @@ import jax.numpy as jnp
 
 from efx.config.schema import is_block, make, names_of, replaced
 from efx.errors import UsageError, nearest
-from efx.layers.stack import period
 from efx.models.adapters import AdapterConfig, adapt
 from efx.models.bridges import Bridged, BridgedConfig
 from efx.models.decoder import Decoder, DecoderConfig
 from efx.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from efx.models.language_model import unrolled
 from efx.models.latent import Latent, LatentConfig
+from efx.models.stack import period
 from efx.models.variables import (  # noqa: F401  (public names of this package)
     clear_rows,
     decoding_shapes,

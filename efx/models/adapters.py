@@ -20,22 +20,19 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import linen as nn
 
 from efx.config.schema import AtLeastOne, Count, Fraction, Number, block, check_regex
-from efx.layers import batch_means, flops
+from efx.layers import admission, batch_means, flops, selection
 from efx.layers.call import Call
 from efx.layers.linear import Linear, dot_float32
 from efx.layers.mlp import exact_gelu
-from efx.layers.moe import ROUTER_STD, largest_indices, select_topk
+from efx.layers.moe import ROUTER_STD, largest_indices
 from efx.layers.norms import LayerNorm
 from efx.layers.report import Report, health_requested, sow_choice
-from efx.layers.stack import first_of_scanned, first_of_unrolled, period
 from efx.models.language_model import unrolled
+from efx.models.stack import first_of_scanned, first_of_unrolled, period
 from efx.parallel.sharding import only_shapes, parameter
-from efx.routing import selection
-from efx.routing.admission import admit_new_tokens
 
 ADAPTERS = Report({"adapter/experts_per_token": "; {:.2f} experts a token"}, ("adapter/",))
 
@@ -116,7 +113,7 @@ class Adapter(nn.Module):
       `inclusion_bce` trains r > 0 to agree with top-k.
 
     Sows `stats`: experts_per_token; usage of each expert (fraction of the tokens);
-    effective_experts = exp(entropy of w) (`topk`); dropped_fraction, of the selected tokens those
+    effective_experts = exp(entropy of w) (`topk`); overflow_fraction, of the selected tokens those
     that were not admitted (`inclusion`).
 
     Attributes:
@@ -198,28 +195,20 @@ class Adapter(nn.Module):
         v_ED = self._param("entrance", std, (c.num_experts, width), self.axes[:1])
         b_E = self._param("entrance_bias", 0.0, (c.num_experts,), ("norm",))
         logit_BTE = dot_products(x_BTD, v_ED) + b_E[None, None]
-        weight_BTE, valid_BT = jax.nn.sigmoid(logit_BTE), call.real(batch)
-        selected_BTE, rate = (logit_BTE > 0) & valid_BT[..., None], c.capacity * c.slack
+        limit = c.capacity * c.slack, c.slots(length, looks_ahead=False)
+        run_BTE, selected_BTE, admitted_BTE, _ = admission.choose_by_sign(
+            self, logit_BTE, c.capacity, *limit, call, loss="inclusion_bce"
+        )
+        weight_BTE = jnp.where(run_BTE, jax.nn.sigmoid(logit_BTE), 0.0)
         if call.decode:
-            names = "admitted", "dropped"
-            run_BTE, _ = admit_new_tokens(self, selected_BTE, rate, call, names)
-            weight_BTE = jnp.where(run_BTE, weight_BTE, 0.0)
             return self._weighted_sum(x_BTD, weight_BTE, down_EDR, up_ERF)
-        slots = c.slots(length, looks_ahead=False)
-        admitted_BTE = selection.admit(selected_BTE, rate, call, slots=slots)
-        topk_BTE = select_topk(logit_BTE, c.capacity, call)
-        run_BTE = topk_BTE if call.looks_ahead else admitted_BTE
-        self._report(jnp.where(run_BTE, weight_BTE, 0.0), call)
+        self._report(weight_BTE, call)
         if batch_means.wanted(self):
-            bce_BTE = optax.sigmoid_binary_cross_entropy(logit_BTE, topk_BTE.astype(jnp.float32))
-            bce = batch_means.over(jnp.mean(bce_BTE, axis=-1), valid_BT)
-            batch_means.sow(self, "losses", "inclusion_bce", bce)
             selected = jnp.sum(selected_BTE, dtype=jnp.float32)
-            dropped = selected - jnp.sum(admitted_BTE, dtype=jnp.float32)
+            overflow = selected - jnp.sum(admitted_BTE, dtype=jnp.float32)
             batch_means.sow(
-                self, "stats", "adapter/dropped_fraction", batch_means.Mean(dropped, selected)
+                self, "stats", "adapter/overflow_fraction", batch_means.Mean(overflow, selected)
             )
-
         slots = c.slots(length, call.looks_ahead)
         index_EBC = jax.vmap(selection.compact, in_axes=(2, None))(run_BTE, slots)
         wide_BTD = x_BTD.astype(jnp.float32)  # the gradient of x is a sum over experts

@@ -10,9 +10,9 @@ from typing import Literal
 from efx.config.schema import block
 from efx.layers.block import make_norm
 from efx.layers.config import DenseFormerConfig, Norm, SoftExpertsConfig
-from efx.layers.stack import Stack, layer_specs
 from efx.models.config import ModelConfig, check_stack
 from efx.models.language_model import LanguageModel
+from efx.models.stack import Stack, layer_specs
 
 # Values of the settings that are None.
 PRESETS = {

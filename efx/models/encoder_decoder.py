@@ -25,16 +25,15 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx.config.schema import ModulesOrZero, Natural, block
-from efx.layers import batch_means, config, flops, norms
+from efx.layers import batch_means, config, flops, norms, selection
 from efx.layers import block as blocks
 from efx.layers.learned_dropout import make_dropout
 from efx.layers.linear import Linear
 from efx.layers.report import sow_increment
-from efx.layers.stack import Layer, LayerSpec, Stack, by_path, stream_specs
 from efx.models.config import ModelConfig, check_stack
 from efx.models.language_model import LanguageModel
+from efx.models.stack import Layer, LayerSpec, Stack, by_path, stream_specs
 from efx.parallel.sharding import constrain
-from efx.routing import selection
 
 # ---- settings ----------------------------------------------------------------------------------
 

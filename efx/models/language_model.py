@@ -7,15 +7,16 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx.errors import UsageError
-from efx.layers import attend, costs, flops, mup
+from efx.layers import attend, flops, mup
 from efx.layers.block import with_dropout
 from efx.layers.call import CacheView, Call
 from efx.layers.learned_dropout import make_dropout, make_mask_input
 from efx.layers.linear import Embedding, Linear, broadcast
-from efx.layers.stack import by_path
+from efx.models import costs
+from efx.models.stack import by_path
 from efx.parallel.collectives import reshard
 from efx.parallel.sharding import constrain
-from efx.routing.controls import TokenPlacement
+from efx.routing.scores import token_places
 
 # Logical axes of the token embedding, the position embedding and an untied output layer.
 TABLE_AXES, POSITION_AXES, HEAD_AXES = ("vocab", "table"), ("position", "table"), ("table", "vocab")
@@ -87,8 +88,9 @@ class LanguageModel(nn.Module):
         x_BTD = self.embed(tokens_BT)
         if self.positions_embed is not None:
             x_BTD = x_BTD + self.position_embedding(positions_BT, x_BTD.shape)
-        if self.token_types is not None:
-            call = call.replace(token_places=self.token_types(tokens_BT, call))
+        if self.config.depth_routing.reads_token_ids:
+            places_BT = token_places(tokens_BT, positions_BT, self.vocab_size)
+            call = call.replace(token_places_BT=places_BT)
         if self.mask_input is not None:
             call = call.replace(mask_input_BTD=self.mask_input(x_BTD, call))
         return self.trunk(x_BTD, call)
@@ -174,9 +176,6 @@ class LanguageModel(nn.Module):
             )
         self.dropout_embedding = make_dropout(block, "embedding")
         self.mask_input = make_mask_input(block)
-        self.token_types = None
-        if c.depth_routing.needs_token_places:
-            self.token_types = TokenPlacement(self.vocab_size)
 
     def position_embedding(self, positions_BT, shape):
         """Learned positions, broadcast to `shape`."""

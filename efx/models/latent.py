@@ -29,7 +29,7 @@ from flax import linen as nn
 
 from efx.config.schema import Count, Modules, ModulesOrZero, NonNegative, Positions, block
 from efx.errors import UsageError
-from efx.layers import batch_means, costs, flops, learned_dropout, mup, norms
+from efx.layers import batch_means, flops, learned_dropout, mup, norms
 from efx.layers.block import (
     Block,
     make_attention,
@@ -48,8 +48,7 @@ from efx.layers.config import (
 )
 from efx.layers.linear import Embedding, Linear, broadcast
 from efx.layers.report import sow_increment
-from efx.layers.stack import REMAT_POLICIES, LayerSpec, Stack, layer_specs
-from efx.models import latent_costs
+from efx.models import costs, latent_costs
 from efx.models.config import ModelConfig, check_stack
 from efx.models.language_model import LanguageModel
 from efx.models.latent_calls import (
@@ -60,6 +59,7 @@ from efx.models.latent_calls import (
     run_layers,
     with_mask_input,
 )
+from efx.models.stack import REMAT_POLICIES, LayerSpec, Stack, layer_specs
 from efx.parallel.sharding import constrain, parameter
 
 # ---- settings ----------------------------------------------------------------------------------
@@ -141,10 +141,9 @@ class LatentConfig(ModelConfig):
         result._check_widths()
         check_stack(result, self.depth)
         routing = self.depth_routing
-        if routing.needs_token_places:
-            raise UsageError(
-                f"{routing.where}.train_selection={routing.train_selection!r}: not with "
-                "config.model.family='latent', because latents have no token type"
+        if routing.reads_token_ids:
+            routing.refuse(
+                "score", "not with config.model.family='latent', because latents have no token id"
             )
         return result
 

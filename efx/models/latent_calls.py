@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
+from efx.layers import selection
 from efx.layers.call import Call
 from efx.layers.kv_cache import ALL_GROUPS
 from efx.layers.linear import broadcast
-from efx.routing import selection
 
 
 @struct.dataclass

@@ -1,6 +1,7 @@
 """Nominal FLOPs of the levels of the grouped-latent transformer, for one row, by component."""
 
-from efx.layers import costs, flops
+from efx.layers import flops
+from efx.models import costs
 
 
 def level_flops(c, length):

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx.layers import kv_cache
-from efx.layers.stack import convert_layers, unroll_params
 from efx.models.language_model import unrolled
+from efx.models.stack import convert_layers, unroll_params
 from efx.parallel.sharding import only_shapes
 
 

@@ -1,1 +1,1 @@
-"""Routing of tokens: selection, causal decisions, Mixture-of-Depths, recursion, controls."""
+"""Routing of tokens: scores, selections, gates, causal decisions, Mixture-of-Depths, recursion."""

@@ -16,15 +16,13 @@ from efx.config.schema import (
     block,
 )
 from efx.errors import UsageError
-from efx.routing import controls, selection
-from efx.routing.decisions import DECISIONS, GATES
+from efx.layers import selection
+from efx.routing.decisions import DECISIONS
+from efx.routing.gates import GATES
+from efx.routing.scores import SCORES
+from efx.routing.selections import SELECTIONS
 
 Decision = Literal[tuple(DECISIONS)]
-# Settings of routers and of their decisions.
-_OF_ROUTER = (
-    *("gate", "router_norm", "causal", "also_train", "predictor_hidden", "threshold_decay"),
-    *("threshold_warmup", "bce_reaches_input"),
-)
 
 
 @block("config.model.depth_routing")
@@ -49,14 +47,17 @@ class DepthRoutingConfig:
     # ((f, c), ...): until the fraction f of the training steps, capacity c, of a recursion 1, c,
     # c^2...; afterwards `capacity`. Evaluation, sampling and export use that of the checkpoint.
     capacity_stages: tuple[tuple[Number, ...], ...] = ()
-    router_norm: Literal["none", "rms"] = "none"  # of the router's input; the paper has none
+    # What tokens are selected by, see `scores`: a learned router or, without parameters, a control.
+    score: Literal[tuple(SCORES)] = "router"
+    # Of the input of the score and of the decisions; the paper has none.
+    router_norm: Literal["none", "rms"] = "none"
     # Factor on a block's increment as a function of the score: "identity" in the paper, equation
     # 1. "twice_sigmoid" is 1 for a score of 0: a router of zeros leaves a pretrained block as it
-    # is. With "one" only the loss of the decision "aux_loss" trains the router.
+    # is. With "one", which suits controls, only the decision "aux_loss" trains a router.
     gate: Literal[tuple(GATES)] = "sigmoid"
     # In training. "threshold": as the causal decision of that name, after `threshold_warmup` steps
-    # of top-k. Or a control without router, gate or trained decision, see `controls`.
-    train_selection: Literal[(*selection.SELECTIONS, *controls.CONTROLS)] = "topk"
+    # of top-k.
+    train_selection: Literal[tuple(SELECTIONS)] = "topk"
     causal: Decision = "threshold"  # the decision of evaluation and sampling, see `decisions`
     also_train: tuple[Decision, ...] = ()  # further decisions, trained and evaluated beside it
     predictor_hidden: Natural = 0  # 0: width / 2
@@ -83,8 +84,12 @@ class DepthRoutingConfig:
             )
         if self.capacity_stages and self.kind == "none":
             self.refuse("capacity_stages", f"needs {self.where}.kind='mod' or 'recursion'")
-        if self.is_control and self.kind != "none":
-            self._check_control()
+        if self.kind != "none" and "aux_loss" in self.trained_decisions and not self.is_trained:
+            self.refuse(
+                "score",
+                "has no parameters that causal='aux_loss' or also_train=('aux_loss',) could train; "
+                "use 'threshold'",
+            )
         if self.target == "mlp" and self.kv_for_skipped:
             raise UsageError(
                 f"{self.where}.kv_for_skipped=True: not with target='mlp', where all tokens pass "
@@ -95,18 +100,6 @@ class DepthRoutingConfig:
                 f"{self.where}.target={self.target!r}: not with kind='recursion', which repeats "
                 "whole blocks; use 'block'"
             )
-
-    def _check_control(self):
-        """Raise UsageError for a setting that has no effect without a router."""
-        names = _OF_ROUTER if self.control.has_causal_limit else (*_OF_ROUTER, "slack")
-        for name in names:
-            default = type(self).__dataclass_fields__[name].default
-            if getattr(self, name) != default:
-                self.refuse(
-                    name,
-                    f"has no effect with train_selection={self.train_selection!r}, a control "
-                    f"without router; leave it at {default!r}",
-                )
 
     def check_depth(self, *depths):
         """Raise UsageError unless these settings suit stacks of these depths."""
@@ -138,12 +131,6 @@ class DepthRoutingConfig:
                 f"config.model.depth={depth}: {self.where}.kind='recursion' needs at least 3 "
                 "blocks: the first, the last and a repeated one"
             )
-        if self.is_control:
-            raise UsageError(
-                f"{self.where}.train_selection={self.train_selection!r}: not with "
-                f"{self.where}.kind='recursion', whose steps select among the tokens of the "
-                "previous step"
-            )
         if self.blocks:
             raise UsageError(
                 f"{self.where}.blocks={self.blocks}: not with {self.where}.kind='recursion', "
@@ -165,31 +152,24 @@ class DepthRoutingConfig:
                 f"step must compute all tokens, also in {self.where}.capacity={self.capacity}"
             )
 
-    @functools.cached_property
-    def rule(self):
-        """The `selection.Selection` or `controls.Control` of `train_selection`."""
-        return self.control or selection.SELECTIONS[self.train_selection]
-
-    @functools.cached_property
-    def control(self):
-        """The `controls.Control` that selects tokens in place of a router, or None."""
-        return controls.CONTROLS.get(self.train_selection)
-
-    @functools.cached_property
-    def is_control(self):
-        """Whether tokens are selected without a router."""
-        return self.control is not None
+    @property
+    def is_trained(self):
+        """Whether the score has parameters."""
+        return SCORES[self.score].is_trained
 
     @property
-    def needs_token_places(self):
-        """Whether selection depends on the ids of tokens, see `Call.token_places`."""
-        return self.kind != "none" and self.is_control and self.control.needs_token_places
+    def reads_token_ids(self):
+        """Whether scores depend on the ids of tokens, see `Call.token_places_BT`."""
+        return self.kind != "none" and SCORES[self.score].reads_token_ids
+
+    @functools.cached_property
+    def rule(self):
+        """The `selections.Selection` of `train_selection`."""
+        return SELECTIONS[self.train_selection]
 
     @functools.cached_property
     def trained_decisions(self):
         """Names of the causal decisions that are trained, the one of sampling first."""
-        if self.is_control:
-            return ()
         names = (self.causal, *self.also_train)
         if self.rule.is_causal:
             names += ("threshold",)
@@ -236,8 +216,6 @@ class DepthRoutingConfig:
 
     def causal_rate(self, capacity):
         """Rate of the causal limit, see `selection.admit`; 1: no limit."""
-        if self.is_control and not self.control.has_causal_limit:
-            return 1.0
         return min(1.0, capacity * self.slack)
 
     def slots(self, capacity, length, mode):
@@ -250,7 +228,7 @@ class DepthRoutingConfig:
 @functools.cache
 def warn_if_router_is_untrained(c):
     """Warn, once a process, if no gradient reaches the routers by this `DepthRoutingConfig`."""
-    if c.kind == "none" or c.is_control or c.gate != "one" or "aux_loss" in c.trained_decisions:
+    if c.kind == "none" or not c.is_trained or c.gate != "one" or "aux_loss" in c.trained_decisions:
         return
     logging.getLogger(__name__).warning(
         "config.model.depth_routing.gate='one': without the decision 'aux_loss' (causal=%r, "

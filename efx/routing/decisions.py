@@ -1,9 +1,9 @@
-"""Gates and causal decisions of depth routing.
+"""Causal decisions of depth routing.
 
 Training selects tokens by top-k over a sequence, which looks ahead. A sampler cannot, so a causal
 decision, made from one token alone, is trained to agree with it:
 
-    aux_loss    r > 0; the loss `router_bce` trains the router's scores to be a classifier
+    aux_loss    r > 0; the loss `router_bce` trains the scores to be a classifier
     predictor   p(x) > 0, p a small network beside the router, trained by `predictor_bce`
     threshold   r > theta, theta a running quantile of the scores
 
@@ -13,46 +13,26 @@ compared with 0. A new decision is a class and a row of `DECISIONS`.
 """
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from efx.layers import batch_means, flops
+from efx.layers import batch_means, flops, selection
 from efx.parallel.sharding import parameter
-from efx.routing import selection
-
-# Factor on the increment of a selected token, as a function of its score.
-GATES = {
-    "identity": lambda r: r,  # the paper's equation 1
-    "sigmoid": jax.nn.sigmoid,
-    "tanh": jnp.tanh,
-    "twice_sigmoid": lambda r: 2.0 * jax.nn.sigmoid(r),  # 1 for r = 0
-    "one": jnp.ones_like,
-}
+from efx.routing.scores import RoutingModule
 
 
-class Decision(nn.Module):
+class Decision(RoutingModule):
     """Base of the decisions: (x [B, T, D], scores [B, T]) -> logits [B, T], float32.
 
     Attributes:
-      config: a `DepthRoutingConfig`. capacity: c of the block. width: D.
-      router_scale: factor on the initial values of routers, see `mup`.
       loss: name of the loss that trains it against top-k, or None.
     """
 
-    config: Any
-    capacity: float
-    width: int
-    router_scale: float = 1.0
-
     loss: ClassVar[str | None] = None
-
-    @staticmethod
-    def flops(config, width, tokens):
-        return 0
 
 
 class RouterSign(Decision):
@@ -133,7 +113,7 @@ class Threshold(Decision):
 DECISIONS = {"aux_loss": RouterSign, "predictor": Predictor, "threshold": Threshold}
 
 
-def sow_decision(module, prefix, selected_BT, admitted_BT, real_BT, topk=None, loss=None):
+def sow_decision(module, prefix, masks, real_BT, valid_BT, loss=None):
     """Sow the statistics of a decision into `stats`, and its loss against top-k into `losses`.
 
     decided_fraction: tokens selected before the causal limit; overflow_fraction: selected but not
@@ -141,29 +121,27 @@ def sow_decision(module, prefix, selected_BT, admitted_BT, real_BT, topk=None, l
     accuracy, precision, recall: agreement with top-k.
 
     Args:
-      real_BT: the tokens of the sequence; a recursion step may select only some of them.
-      topk: (mask of top-k, the tokens that may be selected), or None for a control.
+      masks: bool [B, T] of the selected tokens, the admitted ones, and those of top-k.
+      real_BT: the tokens of the sequence; a recursion step may select only `valid_BT` of them.
       loss: (name, logits [B, T]), or None for a decision without one.
     """
+    selected_BT, admitted_BT, topk_BT = masks
     tokens, length = jnp.sum(real_BT, dtype=jnp.float32), selected_BT.shape[1]
     routed_B = jnp.sum(admitted_BT, axis=1, dtype=jnp.float32)
     pairs = jnp.sum(routed_B * (routed_B + 1.0)) / (length * (length + 1.0))
     rows = jnp.sum(jnp.any(real_BT, axis=1), dtype=jnp.float32)
-    count, lost = (
-        jnp.sum(y_BT, dtype=jnp.float32) for y_BT in (selected_BT, selected_BT & ~admitted_BT)
+    count, overflow, both, largest = (
+        jnp.sum(y_BT, dtype=jnp.float32)
+        for y_BT in (selected_BT, selected_BT & ~admitted_BT, selected_BT & topk_BT, topk_BT)
     )
     stats = {
         "decided_fraction": batch_means.Mean(count, tokens),
-        "overflow_fraction": batch_means.Mean(lost, tokens),
+        "overflow_fraction": batch_means.Mean(overflow, tokens),
         "pairs_fraction": batch_means.Mean(pairs, rows),
+        "accuracy": batch_means.over((selected_BT == topk_BT).astype(jnp.float32), valid_BT),
+        "precision": batch_means.Mean(both, count),
+        "recall": batch_means.Mean(both, largest),
     }
-    if topk is not None:
-        topk_BT, valid_BT = topk
-        both = jnp.sum(selected_BT & topk_BT, dtype=jnp.float32)
-        is_right_BT = (selected_BT == topk_BT).astype(jnp.float32)
-        stats["accuracy"] = batch_means.over(is_right_BT, valid_BT)
-        stats["precision"] = batch_means.Mean(both, count)
-        stats["recall"] = batch_means.Mean(both, jnp.sum(topk_BT, dtype=jnp.float32))
     for name, value in stats.items():
         batch_means.sow(module, "stats", f"{prefix}/{name}", value)
     if loss is not None:

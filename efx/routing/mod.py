@@ -1,6 +1,6 @@
 """Mixture-of-Depths: a block that computes only some of the tokens.
 
-    r_t   = router(x_t)                                  one score per token
+    r_t   = score(x_t)                                   a learned router, or a control
     out_t = x_t + gate(r_t) * delta(x_selected)_t        for selected tokens
     out_t = x_t                                          for all others
 
@@ -18,17 +18,16 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from efx.layers import batch_means
+from efx.layers import admission, batch_means, selection
 from efx.layers.block import SkipMLP
-from efx.layers.linear import dot_float32
-from efx.layers.moe import ROUTER_STD
 from efx.layers.norms import RMSNorm
 from efx.layers.report import health_requested, sow_choice, sow_increment
 from efx.parallel import sharding
-from efx.parallel.sharding import parameter
-from efx.routing import admission, controls, decisions, selection
+from efx.routing import decisions
 from efx.routing.config import DepthRoutingConfig
-from efx.routing.decisions import DECISIONS, GATES
+from efx.routing.decisions import DECISIONS
+from efx.routing.gates import GATES
+from efx.routing.scores import SCORES, Router
 
 
 class MoDBlock(nn.Module):
@@ -55,21 +54,16 @@ class MoDBlock(nn.Module):
         else:
             self.block = self.shared
         c, b = self.config, self.block.config
-        if c.is_control:
-            self.seed = self.variable("state", "seed", self._draw_seed)
-        else:
-            # From zero all scores would be equal, and top-k would select the first tokens.
-            init = nn.initializers.normal(ROUTER_STD * b.router_scale)
-            self.router = parameter(self, "router", init, (b.width,), ("norm",))
+        options = c, self.capacity, b.width, b.router_scale
+        self.scorer = SCORES[c.score](*options)
+        if isinstance(self.scorer, Router):
+            nn.share_scope(self, self.scorer)
         if c.router_norm == "rms":
             self.norm_router = RMSNorm(b.norm_eps, jnp.float32)
         for name in c.trained_decisions:
-            setattr(self, name, DECISIONS[name](c, self.capacity, b.width, b.router_scale))
+            setattr(self, name, DECISIONS[name](*options))
         if c.skip_mlp:
             self.skip_mlp = SkipMLP(b, c.skip_mlp)
-
-    def _draw_seed(self):
-        return jax.random.randint(self.make_rng("params"), (), 0, controls.SEEDS)
 
     def __call__(self, x_BTD, call):
         """Returns (output [B, T, D], mask [B, T] of the computed tokens)."""
@@ -91,14 +85,11 @@ class MoDBlock(nn.Module):
         mask [B, T] of the computed tokens).
         """
         c, length, input_BTD = self.config, x_BTD.shape[1], x_BTD
-        if c.is_control:
-            score_BT = gate_BT = jnp.ones(x_BTD.shape[:2], jnp.float32)
-        else:
-            if c.router_norm == "rms":
-                input_BTD = self.norm_router(x_BTD)
-            score_BT = dot_float32(self.router, input_BTD)  # float32, whatever the dtype of x
-            gate_BT = GATES[c.gate](score_BT)
-            self.sow("intermediates", "router_logits", score_BT)
+        if c.router_norm == "rms":
+            input_BTD = self.norm_router(x_BTD)
+        score_BT = self.scorer(input_BTD, call)
+        gate_BT = GATES[c.gate](score_BT)
+        self.sow("intermediates", "router_logits", score_BT)
         real_BT = call.real(len(x_BTD))
         valid_BT = real_BT if call.selectable_BT is None else real_BT & call.selectable_BT
         decision = call.selection if call.selection in c.trained_decisions else c.causal
@@ -108,8 +99,7 @@ class MoDBlock(nn.Module):
             selected_BT = self._select(decision, input_BTD, score_BT, valid_BT, call)
             count_BT = selection.running_count(selected_BT, call.segment_ids_BT)
             sow_choice(self, "routed", selected_BT, call)
-            if not c.is_control:
-                sow_choice(self, "gate", jnp.where(selected_BT, gate_BT, 0.0), call)
+            sow_choice(self, "gate", jnp.where(selected_BT, gate_BT, 0.0), call)
         if c.skip_mlp:
             start_BTD = start_BTD + jnp.where(selected_BT[..., None], 0, self.skip_mlp(x_BTD))
         call = call.replace(count_BT=count_BT)
@@ -127,7 +117,7 @@ class MoDBlock(nn.Module):
     def _sow_health(self, out_BTD, start_BTD, score_BT, gate_BT, selected_BT, valid_BT, call):
         increment_BTD = out_BTD.astype(jnp.float32) - start_BTD
         sow_increment(self, "router", increment_BTD, start_BTD, selected_BT, call)
-        if health_requested(self, call) and not self.config.is_control:
+        if health_requested(self, call):
             decisions.sow_gates(self, score_BT, gate_BT, selected_BT, valid_BT)
 
     def _part_of(self, block):
@@ -149,8 +139,6 @@ class MoDBlock(nn.Module):
         c, real_BT = self.config, call.real(len(x_BTD))
         if call.selection == "off":
             return jnp.zeros_like(valid_BT)
-        if c.is_control:
-            return self._select_by_control(valid_BT, real_BT, call)
         scores, documents, largest_BC = jax.lax.stop_gradient(score_BT), call.segment_ids_BT, None
         if documents is None:  # else top-k sorts each document, and the threshold the row
             largest_BC = selection.largest(scores, self.capacity, valid_BT)
@@ -164,11 +152,10 @@ class MoDBlock(nn.Module):
                 loss, prefix = DECISIONS[name].loss, "router" if name == c.causal else name
                 if name == "aux_loss" and not c.bce_reaches_input:
                     # This loss must not train the layers below the router.
-                    logit_BT = dot_float32(self.router, jax.lax.stop_gradient(x_BTD))
-                decisions.sow_decision(
-                    self, prefix, eligible_BT, admitted[name], real_BT,
-                    topk=(topk_BT, valid_BT), loss=loss and (loss, logit_BT),
-                )  # fmt: skip
+                    logit_BT = self.scorer(jax.lax.stop_gradient(x_BTD), call)
+                masks = eligible_BT, admitted[name], topk_BT
+                loss = loss and (loss, logit_BT)
+                decisions.sow_decision(self, prefix, masks, real_BT, valid_BT, loss)
             if name == decision:
                 sow_choice(self, "score", logit_BT, call)
                 sow_choice(self, "selected", eligible_BT, call)
@@ -185,20 +172,6 @@ class MoDBlock(nn.Module):
             if not self.is_initializing():
                 self.threshold.update(score_BT, valid_BT, real_BT, largest_BC)
         return selected_BT
-
-    def _select_by_control(self, valid_BT, real_BT, call):
-        control, seed = self.config.control, self.seed.value
-        if control.draw is not None and call.looks_ahead:
-            scores_BT, documents = -control.draw(call, seed), call.segment_ids_BT
-            eligible_BT = selection.select_topk(scores_BT, self.capacity, valid_BT, documents)
-            admitted_BT = eligible_BT
-        else:
-            eligible_BT = control.select(call, seed, self.capacity) & valid_BT
-            admitted_BT = self._admit(eligible_BT, call)
-        sow_choice(self, "selected", eligible_BT, call)
-        if batch_means.wanted(self):
-            decisions.sow_decision(self, "router", eligible_BT, admitted_BT, real_BT)
-        return admitted_BT
 
     def _admit(self, eligible_BT, call):
         c, length = self.config, eligible_BT.shape[1]
@@ -217,15 +190,11 @@ class MoDBlock(nn.Module):
         c = self.config
         if call.selection == "off":
             eligible_BT = jnp.zeros_like(valid_BT)
-        elif c.is_control:
-            eligible_BT = c.control.select(call, self.seed.value, self.capacity) & valid_BT
         else:
             eligible_BT = (getattr(self, decision)(x_BTD, score_BT) > 0) & valid_BT
         admission.count_tokens(self, "reached", call.real(len(x_BTD)), call)
-        rate, names = c.causal_rate(self.capacity), ("routed", "overflow")
-        mask_BT, before_B = admission.admit_new_tokens(
-            self, eligible_BT, rate, call.with_cache(tag=""), names
-        )
+        rate = c.causal_rate(self.capacity)
+        mask_BT, before_B = admission.admit(self, eligible_BT, rate, None, call.with_cache(tag=""))
         return mask_BT, before_B[:, None] + selection.running_count(mask_BT)
 
     def _compute_new(self, start_BTD, x_BTD, gate_BT, selected_BT, call):
@@ -235,7 +204,7 @@ class MoDBlock(nn.Module):
         while loop computes them (`selection.in_rounds`).
         """
         c, (batch, length, _) = self.config, x_BTD.shape
-        inner = call.replace(selectable_BT=None, token_places=None).with_cache(
+        inner = call.replace(selectable_BT=None, token_places_BT=None).with_cache(
             size=c.slots(self.capacity, call.cache.size, "causal"),
             kv_size=call.cache.size if c.kv_for_skipped else 0,
             first=False,

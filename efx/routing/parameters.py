@@ -16,62 +16,41 @@ class RoutingVariable(NamedTuple):
     """A parameter or running average, or a module of them.
 
     Attributes:
-      name: path below the routed block, in efx and in an export.
+      name: path below the routed block.
       collection: "params" or "state".
-      setting: the field of `DepthRoutingConfig` that adds it.
-      exists: `DepthRoutingConfig` -> bool.
-      exported: `DepthRoutingConfig` -> bool, whether modeling_efx.py reads it. None: that file does
-        not implement the setting, and export refuses it.
+      exported: `DepthRoutingConfig` -> bool, whether modeling_efx.py reads it.
       converted: `DepthRoutingConfig` -> the number that fills it when a dense model is converted,
         or None: as the model initialises it.
-      in_block: False for a variable of the whole model.
     """
 
     name: str
     collection: str
-    setting: str
-    exists: Callable
-    exported: Callable | None = lambda c: True
+    exported: Callable = lambda c: True
     converted: Callable = lambda c: None
-    in_block: bool = True
 
     @property
     def pattern(self):
         """Regex of the whole paths of its arrays."""
-        return (_BLOCK if self.in_block else "") + f"{self.name}(?:/.*)?"
-
-
-def _has_threshold(c):
-    return "threshold" in c.trained_decisions
+        return f"{_BLOCK}{self.name}(?:/.*)?"
 
 
 TABLE = (
+    # Zero scores make this gate exactly 1.
     RoutingVariable(
-        "router", "params", "train_selection", exists=lambda c: not c.is_control,
-        # Zero scores make this gate exactly 1.
-        converted=lambda c: 0.0 if c.gate == "twice_sigmoid" else None,
+        "router", "params", converted=lambda c: 0.0 if c.gate == "twice_sigmoid" else None
     ),
+    RoutingVariable("norm_router", "params"),
+    # Of any other score; export refuses these by their setting.
+    RoutingVariable("scorer", "params"),
+    RoutingVariable("seed", "state"),
+    RoutingVariable("predictor", "params", exported=lambda c: c.causal == "predictor"),
+    RoutingVariable("skip_mlp", "params"),
     RoutingVariable(
-        "norm_router", "params", "router_norm",
-        exists=lambda c: c.router_norm == "rms" and not c.is_control,
-    ),
-    RoutingVariable(
-        "predictor", "params", "causal", exists=lambda c: "predictor" in c.trained_decisions,
-        exported=lambda c: c.causal == "predictor",
-    ),
-    RoutingVariable("skip_mlp", "params", "skip_mlp", exists=lambda c: c.skip_mlp > 0),
-    RoutingVariable(
-        "threshold/quantile", "state", "causal", _has_threshold,
-        exported=lambda c: c.causal == "threshold",
+        "threshold/quantile", "state", exported=lambda c: c.causal == "threshold",
         # Below the score 0, so that all tokens are selected until the first training step.
         converted=lambda c: -1.0,
     ),
-    RoutingVariable("threshold/steps", "state", "causal", _has_threshold, lambda c: False),
-    RoutingVariable("seed", "state", "train_selection", lambda c: c.is_control, exported=None),
-    RoutingVariable(
-        "token_types", "state", "train_selection", lambda c: c.needs_token_places,
-        exported=None, in_block=False,
-    ),
+    RoutingVariable("threshold/steps", "state", exported=lambda c: False),
 )  # fmt: skip
 
 

@@ -11,8 +11,8 @@ from typing import ClassVar
 import jax.numpy as jnp
 from flax import linen as nn
 
+from efx.layers import selection
 from efx.parallel.sharding import constrain
-from efx.routing import selection
 from efx.routing.config import DepthRoutingConfig
 from efx.routing.mod import MoDBlock
 

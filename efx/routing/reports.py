@@ -6,8 +6,7 @@ measured in the pass that routes by this decision.
 """
 
 from efx.config.schema import replaced
-from efx.layers.report import Report
-from efx.layers.stack import label
+from efx.layers.report import Report, label
 
 AGREEMENT = ("accuracy", "precision", "recall")
 HEALTH = ("router/gate", "router/score_std", "router/increment")
@@ -34,12 +33,11 @@ def _with_measured_experts(model, means):
 
 
 def _depth_selections(model):
-    """Top-k, further trained decisions, and no routed blocks at all. A control selects in
-    evaluation as in training, so it has no top-k."""
+    """Top-k, further trained decisions, and no routed blocks at all."""
     routing = routing_of(model)
     if routing is None:
         return ()
-    return ("off",) if routing.is_control else ("topk", *routing.trained_decisions[1:], "off")
+    return "topk", *routing.trained_decisions[1:], "off"
 
 
 def _depth_rows(model, length, passes):
@@ -49,9 +47,6 @@ def _depth_rows(model, length, passes):
     if routing is None:
         return {}
     rows = passes.loss("off", "routed_off") | _health_rows(routing, passes)
-    if routing.is_control:
-        rows |= passes.loss("causal", routing.train_selection)
-        return rows | _routed_rows(model, length, "router", passes.means["causal"])
     first, *others = routing.trained_decisions
     rows |= passes.loss("topk", "topk")
     for name in others:
@@ -141,7 +136,7 @@ def _expert_rows(model, length, passes):
 
 EXPERTS = Report(
     words={
-        "moe/dropped_fraction": "; experts full for {:.1%}",
+        "moe/overflow_fraction": "; experts overflow for {:.1%}",
         "moe/computed_fraction": ", computed {:.1%} of the choices",
         "moe/counted_fraction": " (counted as {:.1%})",
     },

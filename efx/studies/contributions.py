@@ -35,11 +35,12 @@ from efx.layers.dropout import ProbsDropout
 from efx.layers.learned_dropout import AttentionMask, ElementwiseMask, ElementwiseProbsMask
 from efx.layers.mlp import MLP
 from efx.layers.moe import Experts
+from efx.layers.report import label
 from efx.layers.soft_experts import SoftMLP
-from efx.layers.stack import Layer, label
 from efx.logging import tables
 from efx.models.adapters import Adapter
 from efx.models.latent import DecoderLevel
+from efx.models.stack import Layer
 from efx.parallel import sharding
 from efx.routing.mod import MoDBlock
 from efx.studies import cli

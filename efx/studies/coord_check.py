@@ -21,9 +21,9 @@ from efx import io
 from efx.config import flags
 from efx.config.load import apply
 from efx.errors import UsageError
-from efx.layers.stack import Layer
 from efx.logging import tables
 from efx.models.latent import Compress, Upsample
+from efx.models.stack import Layer
 from efx.studies import cli
 from efx.studies.stepper import Stepper, random_tokens
 from efx.train.step import evaluation_keys

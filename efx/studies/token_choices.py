@@ -15,8 +15,7 @@ from flax import linen as nn
 
 from efx import models
 from efx.errors import UsageError
-from efx.layers.report import CHOICES
-from efx.layers.stack import label
+from efx.layers.report import CHOICES, label
 
 # {quantity: (kind of its values, meaning)}, in the order of the page.
 QUANTITIES = {
@@ -27,13 +26,13 @@ QUANTITIES = {
     "top_expert": ("class", "the expert of the largest weight"),
     "top_weight": ("fraction", "weight of that expert"),
     "noop": ("count", "number of selected experts that compute nothing"),
-    "overflow": ("count", "number of selected experts that dropped the token, over capacity"),
+    "overflow": ("count", "number of selected experts over capacity, which skip the token"),
     "score": ("number", "router score; the causal decision selects the token if it is above 0"),
     "selected": ("flag", "whether the decision selects the token, before the capacity limit"),
     "mask": ("fraction", "mean factor of the mask on the token"),
 }
 # {name of a sown choice: its quantity, if the name differs}
-QUANTITY_OF_CHOICE = {"routed": "computed", "full": "overflow"}
+QUANTITY_OF_CHOICE = {"routed": "computed"}
 
 
 class Row(NamedTuple):

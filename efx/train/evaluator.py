@@ -6,9 +6,9 @@ import jax
 import numpy as np
 
 from efx.errors import UsageError, nearest
-from efx.layers.learned_dropout import MASKS
 from efx.logging import portion
 from efx.models.adapters import ADAPTERS
+from efx.models.costs import MASKS
 from efx.parallel import sharding
 from efx.routing.reports import DEPTH, EXPERTS
 from efx.train import health, losses, memory

@@ -83,13 +83,13 @@ def sample(config, workdir, step=None, stream=None):
         line = f"{quantity(stats['tokens_per_second'], 'tokens/s')} from step {step}"
         if "routed_fraction" in stats:
             line += f"; routed blocks computed {stats['routed_fraction']:.1%} of their tokens"
-        print(line + _describe_dropped(stats), file=sys.stderr)
+        print(line + _describe_overflow(stats), file=sys.stderr)
         if warning := model_change_warning(e.config, workdir):
             print(warning, file=sys.stderr)
     return stats
 
 
-def _describe_dropped(stats):
+def _describe_overflow(stats):
     """Text about tokens and choices over the causal limit, or ""."""
     text = ""
     for name, count, total, unit in (
@@ -97,5 +97,5 @@ def _describe_dropped(stats):
         ("experts", stats["expert_overflow"], stats["expert_choices"], "choices"),
     ):
         if count:
-            text += f"; {name} dropped {count} of {total} {unit} ({count / total:.1%})"
+            text += f"; overflow of {name}: {count} of {total} {unit} ({count / total:.1%})"
     return text

@@ -196,7 +196,7 @@ def parameter_groups(config_optim, params_shapes, mup_ratio=1.0):
             f"config.optim.frozen={c.frozen!r}: freezes every parameter, so nothing would be "
             "trained; use a pattern that matches fewer"
         )
-    for path in filter(re.compile(params_pattern("router")).fullmatch, paths):
+    for path in filter(re.compile(params_pattern("router", "scorer")).fullmatch, paths):
         multipliers.setdefault(path, c.router_rate)
     groups = {}
     for path, leaf in paths.items():

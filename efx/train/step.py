@@ -16,7 +16,7 @@ from flax import struct
 from efx import models
 from efx.config.schema import as_dict
 from efx.layers import batch_means
-from efx.layers.stack import label, layer_of
+from efx.layers.report import label, layer_of
 from efx.parallel import sharding
 from efx.routing.calibrate import reset_threshold_steps
 from efx.train import losses, optim
@@ -385,7 +385,7 @@ def make_eval_step(model, config, *, groups=1):
 
 
 def by_layer(stats, model):
-    """{name: mean over layers, "name/<layer>": of one layer} of statistics, see `stack.label`.
+    """{name: mean over layers, "name/<layer>": of one layer} of statistics, see `report.label`.
 
     Args:
       stats: a tree of values or Means by module.

@@ -93,16 +93,15 @@ NEW_RUNS = [
     ("stage at the end", "model.depth_routing.capacity_stages=((1.0,0.5),)", "stages=", "0 and 1"),
     ("stages without routing", "model.depth_routing.kind=none"
      " model.depth_routing.capacity_stages=((0.5,1.0),)", "capacity_stages=", "kind='mod'"),
-    ("gate of a control", "model.depth_routing.train_selection=position"
-     " model.depth_routing.gate=tanh", "depth_routing.gate='tanh'", "'position'", "'sigmoid'"),
+    ("loss of a control", "model.depth_routing.score=position"
+     " model.depth_routing.causal=aux_loss", "depth_routing.score='position'", "'threshold'"),
+    ("score that does not exist", "model.depth_routing.score=rooter", "'rooter'", "'router'"),
     ("recursion of 2 blocks", "model.depth_routing.kind=recursion", "model.depth=2", "at least 3"),
     ("recursion that grows", RECURSION + "model.depth_routing.capacity=(0.3,0.5)",
      "config.model.depth_routing.capacity=(0.3, 0.5)", "none larger"),
     ("recursion of a block", RECURSION + "model.depth_routing.blocks=(1,)", "blocks=(1,)", "()"),
     ("recursion in stages", RECURSION + "model.depth_routing.capacity=(0.9,0.5)"
      " model.depth_routing.capacity_stages=((0.5,1.0),)", "depth_routing.capacity_stages="),
-    ("stochastic recursion", RECURSION + "model.depth_routing.train_selection=stochastic",
-     "config.model.depth_routing.train_selection='stochastic'"),
     ("scanned recursion", RECURSION + "model.scan_layers=True", "scan_layers=True", "recursion"),
     ("more experts than there are", MOE + "top_k=9", "model.mlp.moe.top_k=9", "8"),
     ("no block has experts", MOE + "every=3", "config.model.mlp.moe.every=3", "smaller"),

@@ -219,7 +219,7 @@ def evaluation():
 
 
 def same_numbers(got, expected):
-    assert {"moe/dropped_fraction", "moe/max_load/block_0"} <= expected.keys() == got.keys()
+    assert {"moe/overflow_fraction", "moe/max_load/block_0"} <= expected.keys() == got.keys()
     for key, value in expected.items():
         np.testing.assert_allclose(got[key], value, rtol=2e-5, err_msg=key)
 

@@ -58,20 +58,17 @@ def routing(draw, depth, recursion, by_type=True, further=0):
     kind = draw(st.sampled_from(["none", "mod", "mod", "recursion"]))
     if kind == "none" or (kind == "recursion" and (depth < 3 or not recursion)):
         return {}
-    controls = ["position", "stochastic", *["token_hash"] * by_type]
-    controls = controls if kind == "mod" else []
+    scores = ["router", "router", "position", "stochastic", *["token_hash"] * by_type]
     changes = pick(
         draw, "depth_routing.",
         gate=["identity", "sigmoid", "tanh", "twice_sigmoid", "one"],
-        train_selection=["topk", "topk", "threshold", *controls],
+        score=scores, train_selection=["topk", "topk", "threshold"],
         causal=["aux_loss", "predictor", "threshold"], also_train=[(), ("threshold", "predictor")],
         predictor_hidden=[0, 5], slack=[1.0, 1.3, 2.0],
         kv_for_skipped=[False, True], skip_mlp=[0, 8],
     )  # fmt: skip
-    if changes["depth_routing.train_selection"] in controls:  # without router and decisions
-        unused = ["gate", "causal", "also_train", "predictor_hidden"]
-        unused += ["slack"] * (changes["depth_routing.train_selection"] == "position")
-        changes = {k: v for k, v in changes.items() if k.rpartition(".")[2] not in unused}
+    if changes["depth_routing.score"] != "router" and changes["depth_routing.causal"] == "aux_loss":
+        changes["depth_routing.causal"] = "threshold"  # which needs no parameters
     if kind == "mod":
         changes |= pick(draw, "depth_routing.", target=["block", "block", "attention", "mlp"])
         if changes["depth_routing.target"] == "mlp":  # all tokens pass the attention
@@ -411,10 +408,8 @@ def check(members, bridges, batch, seed):
     # Groups are cut where the row has them: a document is as if alone where it begins with one.
     group = max(member.get("group_size", 1) for member in members)
     memory = any(member.get(f"memory_{kind}") for member in members for kind in ("local", "global"))
-    # Random places depend on the row, and of fixed ones the last may find no slot: the share
-    # of a document in its row is rounded.
-    controls = "stochastic", "position", "token_hash"
-    drawn = any(member.get("depth_routing.train_selection") in controls for member in members)
+    # Random scores depend on the row.
+    drawn = any(member.get("depth_routing.score") == "stochastic" for member in members)
     firsts = range(group, CONTEXT - 1, group)
     if firsts and not memory:
         check_documents(held, tokens_BT, int(held.rng.choice(firsts)), alone=not drawn)

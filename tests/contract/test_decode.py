@@ -15,9 +15,9 @@ from flax import linen as nn
 from routing_reference import np_admit
 
 from efx import models
-from efx.layers import attend, batch_means, flops, stack
+from efx.layers import attend, batch_means, flops, selection
 from efx.layers.block import Block
-from efx.routing import selection
+from efx.models import stack
 
 CONTEXT = 24
 LENGTHS = np.array([24, 17, 6, 1])  # tokens of the rows of a batch
@@ -192,7 +192,7 @@ def test_the_cache_holds_routed_tokens_only(name, size):
             held, kept = np.asarray(block["attention"]["position"][b]), len(admitted)
             np.testing.assert_array_equal(held[:kept], admitted)
             assert np.all(held[kept:] == -1)
-            assert block["routed"][b] == block["attention"]["used"][b] == kept
+            assert block["admitted"][b] == block["attention"]["used"][b] == kept
             assert block["overflow"][b] == selected_T.sum() - kept
             assert block["reached"][b] == length
             overflow += selected_T.sum() - kept
@@ -202,37 +202,37 @@ def test_the_cache_holds_routed_tokens_only(name, size):
 @pytest.mark.parametrize(
     "name", families.rows(["moe", "mode_context_choice"], {"mode_context_choice"})
 )
-def test_decoding_refuses_as_many_tokens_as_a_full_pass(name):
+def test_as_many_tokens_overflow_in_decoding_as_in_a_full_pass(name):
     """Of blocks and of experts, in a call that is longer than the rows."""
     cache = decoded(name, 64, np.full(len(LENGTHS), CONTEXT))
     decoding, full = collections.Counter(), collections.Counter()
     for path, value in jax.tree_util.tree_leaves_with_path(cache):
-        if path[-1].key in ("overflow", "dropped"):
-            decoding[path[-1].key] += int(np.sum(value))
+        if path[-1].key == "overflow":
+            decoding[path[-2].key == "mlp"] += int(np.sum(value))
     moe = build(name)[0].config.mlp.moe
     choices = moe.top_k if moe.router == "token_choice" else 1
     for path, mean in batch_means.leaves(forward(name)[2]):
         statistic = path[-2].key if hasattr(path[-1], "idx") else path[-1].key
         if statistic == "router/overflow_fraction":
-            full["overflow"] += float(mean.total)
-        if statistic == "moe/dropped_fraction":
-            full["dropped"] += float(mean.total) * choices
+            full[False] += float(mean.total)
+        if statistic == "moe/overflow_fraction":
+            full[True] += float(mean.total) * choices
     assert decoding == {kind: pytest.approx(count) for kind, count in full.items()}
     assert sum(decoding.values()) > 0
 
 
 @pytest.mark.slow
-def test_experts_serve_or_drop_every_choice():
+def test_every_choice_is_admitted_or_overflows():
     """One row token by token, where some tokens find their experts full; then several rows."""
     for length_B, size in ((np.array([CONTEXT]), 1), (LENGTHS, 5)):
         cache = decoded("moe", size, length_B)
-        spec, dropped = build("moe")[0].specs()[0], 0
+        spec, overflow = build("moe")[0].specs()[0], 0
         for layer in cache["layers"].values():
             assert layer["mlp"]["admitted"].max() <= spec.block.moe.slots(CONTEXT, "causal")
-            served_B = np.asarray(layer["mlp"]["admitted"]).sum(axis=1)
-            np.testing.assert_array_equal(served_B + layer["mlp"]["dropped"], 2 * length_B)
-            dropped += np.sum(layer["mlp"]["dropped"])
-        assert dropped > 0
+            admitted_B = np.asarray(layer["mlp"]["admitted"]).sum(axis=1)
+            np.testing.assert_array_equal(admitted_B + layer["mlp"]["overflow"], 2 * length_B)
+            overflow += np.sum(layer["mlp"]["overflow"])
+        assert overflow > 0
 
 
 # ---- skipped work ----------------------------------------------------------------------
@@ -313,7 +313,7 @@ def test_a_skipped_block_does_not_run():
         (logits_11V, cache), ran = counting_decoder("mod")(cache, *arguments)
         logits.append(logits_11V[0, 0])
         after = cache["layers"]["block_1"]
-        routed = int(after["routed"][0] - before["routed"][0])
+        routed = int(after["admitted"][0] - before["admitted"][0])
         assert [name for name, _ in ran].count("block_1") == routed
         assert [name for name, _ in ran].count("block_0") == 1
         if not routed:
@@ -334,7 +334,7 @@ def test_a_skipped_recursion_step_does_not_run():
         before = cache["layers"]
         (_, cache), ran = counting_decoder("recursion")(cache, *arguments)
         first, second = (
-            int(cache["layers"][name]["routed"][0] - before[name]["routed"][0])
+            int(cache["layers"][name]["admitted"][0] - before[name]["admitted"][0])
             for name in ("recursion_1", "recursion_2")
         )
         assert second <= first
@@ -358,13 +358,13 @@ def test_compacted_rows_are_as_if_alone():
         # At times a few rows, at times all of them get a token.
         active_B = (rng.random(batch) < (0.2, 1.0)[step % 2]) & (length_B < CONTEXT)
         place_B = np.minimum(length_B, CONTEXT - 1)
-        before = np.asarray(cache["layers"]["block_1"]["routed"])
+        before = np.asarray(cache["layers"]["block_1"]["admitted"])
         (logits_B1V, cache), ran = counting_decoder("mod_gpt2")(
             cache,
             many_BT[np.arange(batch), place_B][:, None],
             jnp.asarray(np.where(active_B, length_B, -1), jnp.int32)[:, None],
         )
-        routed.add(int(np.sum(cache["layers"]["block_1"]["routed"] - before)))
+        routed.add(int(np.sum(cache["layers"]["block_1"]["admitted"] - before)))
         assert {rows for name, rows in ran if name == "block_1"} <= {slots}
         for b in np.flatnonzero(active_B):
             np.testing.assert_allclose(

@@ -16,13 +16,13 @@ from flax import linen as nn
 
 from efx import models
 from efx.layers import attend, flops
+from efx.layers import selection as selection_lib
 from efx.layers.attention import Attention
 from efx.layers.mlp import MLP
 from efx.layers.moe import MoE
 from efx.layers.soft_experts import SoftMLP
-from efx.layers.stack import Layer, convert_layers, scan_params
+from efx.models.stack import Layer, convert_layers, scan_params
 from efx.parallel import sharding
-from efx.routing import selection as selection_lib
 
 # ---- the forward pass --------------------------------------------------------------------------
 

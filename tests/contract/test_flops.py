@@ -183,7 +183,7 @@ def test_what_decides_is_counted_by_hand():
 
     assert routers(causal="threshold") == 2 * 8 * 16
     assert routers(causal="predictor", predictor_hidden=4) == 2 * 8 * (16 + 16 * 4 + 4)
-    assert routers(train_selection="position") == 0
+    assert routers(score="position") == 0
 
 
 def test_experts_cost_as_many_tokens_as_they_have_slots():

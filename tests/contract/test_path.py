@@ -13,7 +13,7 @@ from run_files import tiny
 
 import efx
 from efx.layers.call import CacheView, Call
-from efx.layers.stack import Layer
+from efx.models.stack import Layer
 from efx.train.run_log import RunLog
 from efx.train.trainer import train_and_evaluate
 

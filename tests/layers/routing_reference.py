@@ -11,8 +11,8 @@ import numpy as np
 from scipy import special
 
 from efx.layers.call import Call
-from efx.layers.stack import Layer
-from efx.routing.selection import HEADROOM
+from efx.layers.selection import HEADROOM
+from efx.models.stack import Layer
 
 ROWS, LENGTH = 3, 16
 OPTIONS = {

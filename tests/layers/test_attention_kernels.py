@@ -12,7 +12,7 @@ from refusals import refused
 
 from efx.layers import attend, kernels
 from efx.layers.kernels import KERNELS, Case
-from efx.layers.stack import REMAT_POLICIES
+from efx.models.stack import REMAT_POLICIES
 from efx.parallel import sharding
 
 SEGMENTS = np.repeat([[1, 2, 0], [1, 1, 2]], [90, 80, 30], axis=1)

@@ -1,4 +1,4 @@
-"""Controls of depth routing: no activation selects a token, and evaluation selects as training."""
+"""Controls of depth routing: scores without parameters that do not read the activations."""
 
 import fractions
 import functools
@@ -12,10 +12,13 @@ from refusals import refused
 
 from efx import models
 from efx.configs import common
+from efx.layers import selection
 from efx.layers.call import Call
-from efx.layers.stack import Layer
+from efx.models.stack import Layer
 from efx.parallel import sharding
-from efx.routing import controls, selection
+from efx.routing import scores
+from efx.routing.config import DepthRoutingConfig
+from efx.routing.scores import SCORES
 from efx.train.evaluator import Evaluator, describe
 from efx.train.step import evaluation_keys
 
@@ -31,14 +34,30 @@ CHANGES = {
 LATENT = {"family": "latent", "group_size": 4, "latents": (2,), "level_widths": (8,)}
 
 
+CONTROLS = "stochastic", "position", "token_hash"
+
+
 @functools.cache
 def control(name):
-    """(model, variables) of two routed blocks."""
-    model = families.make({**CHANGES, "depth_routing.train_selection": name})
-    layers = {f"block_{i}": {"seed": np.int32(i)} for i in range(2)}
-    types = {"share": np.ones(families.VOCAB, np.float32), "steps": np.int32(0)}
-    state = {"layers": layers} | ({"token_types": types} if name == "token_hash" else {})
-    return model, {"params": families.random_params(model), "state": state}
+    """(model, variables) of two routed blocks, whose thresholds are those of even scores."""
+    model = families.make({**CHANGES, "depth_routing.score": name, "depth_routing.gate": "one"})
+    state = {f"block_{i}": {"threshold": threshold()} for i in range(2)}
+    if name != "position":
+        for i, block in enumerate(state.values()):
+            block["scorer"] = {"seed": np.int32(1500 * i)}
+    return model, {"params": families.random_params(model), "state": {"layers": state}}
+
+
+def threshold(quantile=0.0):
+    return {"quantile": np.float32(quantile), "steps": np.int32(1000)}
+
+
+def score(name, call, capacity=0.25, seed=0):
+    """Scores [B, T] of the block with this seed."""
+    config = DepthRoutingConfig(kind="mod", score=name)
+    x_BTD = np.zeros((*call.positions_BT.shape, 1), np.float32)
+    variables = {} if name == "position" else {"state": {"seed": np.int32(seed)}}
+    return np.asarray(SCORES[name](config, capacity, 1).apply(variables, x_BTD, call))
 
 
 @functools.cache
@@ -67,13 +86,11 @@ def selected(model, variables, tokens_BT, keys):
     return np.any(np.asarray(below) != np.asarray(above), axis=-1)
 
 
-@pytest.mark.parametrize("name", controls.CONTROLS)
-def test_a_control_has_neither_router_nor_gate(name):
+@pytest.mark.parametrize("name", CONTROLS)
+def test_a_control_has_no_router(name):
     model, variables = control(name)
-    routing = model.specs()[0].routing
     assert "router" not in variables["params"]["layers"]["block_0"]
     assert model.ledger(8).nominal["router"] == 0
-    assert routing.trained_decisions == ()
 
 
 def test_every_block_draws_its_seed_when_the_model_is_made():
@@ -82,13 +99,17 @@ def test_every_block_draws_its_seed_when_the_model_is_made():
 
     @families.jit
     def seeds(keys):
-        made = [models.init(model, key)["state"]["layers"] for key in keys]
-        made.append(models.init(scanned, keys[0])["state"]["layers"])
-        return [jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(x)]) for x in made]
+        made = [models.init(model, key)["state"] for key in keys]
+        made.append(models.init(scanned, keys[0])["state"])
+        leaves = map(jax.tree_util.tree_leaves_with_path, made)
+        return [
+            jnp.concatenate([leaf.ravel() for path, leaf in each if path[-1].key == "seed"])
+            for each in leaves
+        ]
 
     found = jax.device_get(seeds([jax.random.key(0), jax.random.key(1)]))
     for drawn in found:
-        assert len(set(drawn.tolist())) == 2 and 0 <= drawn.min() and drawn.max() < controls.SEEDS
+        assert len(set(drawn.tolist())) == 2 and 0 <= drawn.min() and drawn.max() < scores.SEEDS
     assert set(found[0].tolist()) != set(found[1].tolist())
 
 
@@ -97,7 +118,7 @@ def test_every_block_draws_its_seed_when_the_model_is_made():
 
 def test_tokens_are_drawn_for_every_block_row_and_batch():
     """Whatever the tokens are; training takes the top-k of the numbers that evaluation compares
-    with the capacity; a longer row begins with the same draw."""
+    with a threshold; a longer row begins with the same draw."""
     model, variables = control("stochastic")
     tokens_BT, other_BT = (families.tokens(seed=seed, batch=3) for seed in (0, 1))
     keys = [evaluation_keys(np.uint32(0), index) for index in (0, 1)]
@@ -111,7 +132,7 @@ def test_tokens_are_drawn_for_every_block_row_and_batch():
     assert np.all(trained.sum(axis=-1) == families.LENGTH // 4)
     more = trained.sum(axis=-1) >= draws[0].sum(axis=-1)
     assert np.all(np.where(more[..., None], trained | ~draws[0], draws[0] | ~trained))
-    refused(lambda: jax.eval_shape(model.apply, variables, tokens_BT), "selection='stochastic'")
+    refused(lambda: jax.eval_shape(model.apply, variables, tokens_BT), "score='stochastic'")
 
 
 class Held:
@@ -136,7 +157,7 @@ class Held:
 
 
 def test_a_stochastic_model_is_evaluated_with_new_draws():
-    """Others in every batch, the same in every evaluation; no untrained decision is reported."""
+    """Others in every batch, the same in every evaluation."""
     (model, variables), held = control("stochastic"), Held()
     mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), jax.devices()[:1])
     config = common.apply(
@@ -151,8 +172,7 @@ def test_a_stochastic_model_is_evaluated_with_new_draws():
     rows, first, again = evaluated
     assert rows["eval/loss"] == again["eval/loss"]
     assert abs(rows["eval/loss"] - first["eval/loss"]) > 1e-4
-    assert rows["eval/loss_stochastic"] == rows["eval/loss"]
-    assert not any("accuracy" in name for name in rows if name != "eval/accuracy")
+    assert rows["eval/loss_topk"] != rows["eval/loss"] and rows["eval/router/accuracy"] > 0.8
     routed = rows["eval/router/routed_fraction"]
     assert 0.15 < routed < 0.35
     flops = model.ledger(families.LENGTH, "train").nominal_per_token
@@ -163,17 +183,17 @@ def test_a_stochastic_model_is_evaluated_with_new_draws():
 # ---- position ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("capacity", [0.3, 4095 / 4096])
+@pytest.mark.parametrize("capacity", [0.3, 0.125, 0.7, 4095 / 4096])
 def test_spaced_positions_are_as_many_as_the_capacity_of_any_length(capacity):
-    count_T = np.cumsum(controls.position(Call(np.arange(300)[None]), None, capacity)[0])
+    count_T = np.cumsum(score("position", Call(np.arange(300)[None]), capacity)[0] > 0)
     slots_T = np.array([selection.num_slots(capacity, n) for n in range(1, 301)])
-    assert np.all(count_T <= slots_T) and np.all(count_T >= slots_T - 1)
+    np.testing.assert_array_equal(count_T, slots_T)
     # Far into a text a position times the numerator of the capacity is more than an int32 holds.
     a, b = fractions.Fraction(capacity).limit_denominator(4096).as_integer_ratio()
     positions_T = np.arange(2**31 - 9_000, 2**31 - 5_000)
     far = Call(jnp.asarray(positions_T[None], jnp.int32))
     expected_T = b * ((a * positions_T + a - 1) // b) // a == positions_T
-    np.testing.assert_array_equal(controls.position(far, None, capacity)[0], expected_T)
+    np.testing.assert_array_equal(score("position", far, capacity)[0] > 0, expected_T)
 
 
 def test_spaced_positions_are_a_function_of_position():
@@ -185,12 +205,8 @@ def test_spaced_positions_are_a_function_of_position():
     trained, tokens_BT = model.clone(selection="train"), families.tokens(seed=1, batch=3, length=13)
     for part_BT in selected(trained, variables, tokens_BT, None):
         np.testing.assert_array_equal(part_BT, expected_BT[:, :13])
-    # It needs no more slots: its positions are within the capacity.
-    routing = model.specs()[0].routing
-    slots = {routing.slots(0.25, families.LENGTH, name) for name in ("train", "causal")}
-    assert slots == {families.LENGTH // 4} and routing.causal_rate(0.25) == 1.0
     chosen = {
-        capacity: np.flatnonzero(controls.position(Call(np.arange(16)[None]), None, capacity))
+        capacity: np.flatnonzero(score("position", Call(np.arange(16)[None]), capacity) > 0)
         for capacity in (1e-30, 0.125, 0.375, 1.0)
     }
     # So small a capacity is still one slot.
@@ -203,87 +219,70 @@ def test_spaced_positions_are_a_function_of_position():
 SHARES = np.array([0.4, 0.02, 0.3, 0.0, 0.08, 0.2])  # of a vocabulary of 6
 
 
-@functools.cache
-def placement():
-    """Compiled (init, apply) of the module."""
-    module = controls.TokenPlacement(len(SHARES))
-    return families.jit(module.init), families.jit(
-        functools.partial(module.apply, mutable=["state"])
-    )
+def test_a_threshold_selects_whole_types_of_tokens_and_the_capacity():
+    """Except of two types, inside which an arc may begin or end."""
+    text_BT = np.random.default_rng(1).choice(6, (40, 500), p=SHARES).astype(np.int32)
+    positions_BT = np.arange(text_BT.size).reshape(text_BT.shape)
+    places_BT = scores.token_places(text_BT, positions_BT, 6)
+    call = Call(positions_BT, token_places_BT=places_BT)
+    all_BT = np.ones(text_BT.shape, bool)
+    fractions_of = []
+    for seed in (0, 900, 1800, 2700):
+        score_BT = score("token_hash", call, seed=seed)
+        length_B = np.full(len(text_BT), text_BT.shape[1])
+        theta = selection.topk_threshold(jnp.asarray(score_BT), 0.25, all_BT, length_B)
+        chosen_BT = score_BT > theta
+        assert abs(chosen_BT.mean() - 0.25) < 0.03
+        by_type = np.array([chosen_BT[text_BT == v].mean() for v in (0, 1, 2, 4, 5)])
+        assert ((by_type > 0.02) & (by_type < 0.98)).sum() <= 2
+        fractions_of.append(by_type.round(1))
+    assert len(np.unique(fractions_of, axis=0)) >= 3
 
 
-def places_of(tokens_BT, segment_ids_BT=None, train=False, state=None):
-    """(`TokenPlaces` of the tokens, the state afterwards)."""
-    positions_BT = np.broadcast_to(np.arange(tokens_BT.shape[1]), tokens_BT.shape)
-    call = Call(positions_BT, segment_ids_BT, train=train)
-    init, apply = placement()
-    if state is None:
-        state = init(jax.random.key(0), tokens_BT, call)["state"]
-    places, after = jax.device_get(apply({"state": state}, tokens_BT, call))
-    return places, after["state"]
-
-
-def test_ids_are_counted_in_training_after_the_selection():
-    steps = [np.array([[0, 0, 1, 2], [5, 2, 2, 2]]), np.array([[4, 4, 4, 4], [0, 0, 5, 5]])]
-    documents_BT = np.array([[1, 1, 2, 0], [1, 1, 1, 0]])  # 0: padding, which is not counted
-    state, expected = None, []
-    for tokens_BT in steps:
-        _, state = places_of(tokens_BT, documents_BT, True, state)
-        expected.append(np.bincount(tokens_BT[documents_BT > 0], minlength=6) / 6)
-    np.testing.assert_allclose(state["share"], np.mean(expected, axis=0), rtol=1e-6)
-    assert state["steps"] == 2
-    np.testing.assert_array_equal(places_of(steps[0], state=state)[1]["share"], state["share"])
-    # Before the first step all ids are equally long.
-    np.testing.assert_allclose(places_of(steps[0], train=True)[0].length_BT, 1 / 6)
-    # Micro-batches have the mean of their batch.
-    parts = (steps[0], steps[0][:1], steps[0][1:])
-    whole, *halves = (places_of(rows, train=True)[1]["share"] for rows in parts)
-    np.testing.assert_allclose(np.mean(halves, axis=0), whole, rtol=1e-6)
-
-
-def test_ids_are_as_long_as_they_are_frequent():
-    state = {"share": np.float32(SHARES), "steps": np.int32(5)}
-    places, _ = places_of(np.arange(6)[None], state=state)
-    start_V, length_V = np.asarray(places.start_BT)[0], np.asarray(places.length_BT)[0]
-    np.testing.assert_allclose(length_V, SHARES, rtol=1e-6)
-    order_V = np.lexsort((length_V, start_V))  # those of no length stand before the next
-    ends_V = np.cumsum(length_V[order_V])
-    np.testing.assert_allclose(start_V[order_V], ends_V - length_V[order_V], atol=1e-6)
-    # Of a long text the capacity is selected, of the ids on an arc.
-    text_BT = np.random.default_rng(1).choice(6, (1, 20_000), p=SHARES)
-    call = Call(np.arange(20_000)[None], token_places=places_of(text_BT, state=state)[0])
-    select = families.jit(controls.token_hash)
-    chosen = np.concatenate([select(call, seed, 0.25) for seed in (0, 1500, 3000)])
-    np.testing.assert_allclose(chosen.mean(1), 0.25, atol=0.02)
-    assert len(np.unique(chosen, axis=0)) == 3
-    by_id = np.array([chosen[:, text_BT[0] == v].mean(1) for v in (0, 1, 2, 4, 5)]).T
-    assert ((by_id > 0) & (by_id < 1)).sum(1).max() <= 2  # an arc ends inside of two ids at most
-    assert len(np.unique(by_id.round(1), axis=0)) == 3
-
-
-def test_blocks_select_ids_by_their_seeds_and_the_counts_of_training():
+def test_blocks_select_types_by_their_seeds():
     (model, variables), tokens_BT = control("token_hash"), families.tokens(batch=2)
-    even_V = np.full(families.VOCAB, 1 / families.VOCAB)
 
-    def chosen(seeds, share_V):
-        layers = {f"block_{i}": {"seed": np.int32(seed)} for i, seed in enumerate(seeds)}
-        types = {"share": np.float32(share_V), "steps": np.int32(9)}
-        state = {"layers": layers, "token_types": types}
-        return selected(model, {**variables, "state": state}, tokens_BT, None)
+    def chosen(*seeds):
+        state = {
+            f"block_{i}": {"scorer": {"seed": np.int32(seed)}, "threshold": threshold()}
+            for i, seed in enumerate(seeds)
+        }
+        return selected(model, {**variables, "state": {"layers": state}}, tokens_BT, None)
 
-    first, second = chosen((0, 2048), even_V)
-    np.testing.assert_array_equal(chosen((2048, 0), even_V), [second, first])
+    first, second = chosen(0, 2048)
+    np.testing.assert_array_equal(chosen(2048, 0), [second, first])
     assert np.any(first) and np.any(first != second)
-    # Where the ids of the first block are rare it computes further ones.
-    rare_V = np.isin(np.arange(families.VOCAB), np.asarray(tokens_BT)[first])
-    share_V = np.where(rare_V, 0.1 / rare_V.sum(), 0.9 / (~rare_V).sum())
-    assert np.any(chosen((0, 2048), share_V)[0] & ~first)
-    # A block has slots for slack times its capacity, in training as in evaluation.
-    routing = model.specs()[0].routing
-    slots = {routing.slots(0.25, families.LENGTH, name) for name in ("train", "causal")}
-    assert slots == {20} and np.sum(first, axis=-1).max() <= 20
 
 
 def test_latents_have_no_ids():
-    changes = {**CHANGES, **LATENT, "depth_routing.train_selection": "token_hash"}
-    refused(lambda: families.make(changes), "selection='token_hash'", "family='latent'")
+    changes = {**CHANGES, **LATENT, "depth_routing.score": "token_hash"}
+    refused(lambda: families.make(changes), "score='token_hash'", "family='latent'")
+
+
+# ---- recursion ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_a_control_selects_among_the_tokens_of_the_previous_step(name):
+    changes = {
+        **CHANGES,
+        "depth": 3,
+        "depth_routing.kind": "recursion",
+        "depth_routing.recursions": 3,
+        "depth_routing.capacity": (1.0, 0.5, 0.25),
+        "depth_routing.score": name,
+        "depth_routing.gate": "one",
+    }
+    model = families.make(changes).clone(selection="train")
+    variables = {"params": families.random_params(model), **families.random_state(model)}
+    _, sown = families.jit(
+        lambda: model.apply(
+            variables, families.tokens(batch=2), rngs=families.keys(), mutable=["choices"]
+        )
+    )()
+    steps = [sown["choices"]["layers"][f"recursion_{i}"]["routed"][0].value for i in (1, 2)]
+    first_BT, second_BT = map(np.asarray, steps)
+    assert np.all(first_BT | ~second_BT)
+    assert np.all(first_BT.sum(1) == 16) and np.all(second_BT.sum(1) == 8)
+    if name == "position":
+        np.testing.assert_array_equal(np.flatnonzero(second_BT[0]), np.arange(0, 32, 4))

@@ -166,10 +166,10 @@ def test_padding_moves_no_threshold():
 def test_thresholds_begin_again_with_a_stage():
     """The steps of thresholds alone are set to 0: the next batch's quantile is taken as it is."""
     other = {"seed": np.int32(7), "steps": np.int32(4)}
-    variables = {"state": {"block_1": state_of(0.5, 9), "token_types": other}}
+    variables = {"state": {"block_1": state_of(0.5, 9), "other": other}}
     for is_start, steps in ((False, 9), (True, 0)):
         got = jax.device_get(reset_threshold_steps(variables, np.bool_(is_start)))
-        assert got["state"] == {"block_1": state_of(0.5, steps), "token_types": other}
+        assert got["state"] == {"block_1": state_of(0.5, steps), "other": other}
 
 
 def test_calibrated_thresholds_are_the_mean_quantile_of_some_batches():

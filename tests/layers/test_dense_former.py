@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from efx.layers.call import Call
-from efx.layers.stack import Layer, Stack, StateAverage
+from efx.models.stack import Layer, Stack, StateAverage
 
 ON = {"dense_former.on": True, "depth": 6, "width": 16}
 LENGTH = 9

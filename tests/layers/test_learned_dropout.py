@@ -20,7 +20,8 @@ from efx.layers import learned_dropout as ld
 from efx.layers.block import Block
 from efx.layers.call import Call
 from efx.layers.config import ElementwiseConfig
-from efx.layers.stack import Layer
+from efx.models import costs
+from efx.models.stack import Layer
 from efx.parallel import sharding
 from efx.train import losses, optim
 from efx.train.evaluator import Evaluator, describe
@@ -458,11 +459,11 @@ def test_flops_without_the_mlps_of_dropped_tokens():
     parts = model.ledger(families.LENGTH).nominal
     dense = families.make({**SKIP, "depth": 1}).ledger(families.LENGTH).nominal["mlp"]
     expected = (sum(parts.values()) - 0.75 * dense) / families.LENGTH
-    rows = ld.MASKS.rows(model, families.LENGTH, passes)
+    rows = costs.MASKS.rows(model, families.LENGTH, passes)
     assert rows["eval/flops_per_token"] == pytest.approx(expected)
     latent = {"family": "latent", "group_size": 4, "latents": (2,), "level_widths": (24,)}
     model = families.make({**SKIP, **latent, "level_heads": (3,)})
-    assert ld.MASKS.rows(model, families.LENGTH, passes) == {}
+    assert costs.MASKS.rows(model, families.LENGTH, passes) == {}
 
 
 # ---- evaluation --------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from scipy.special import erf, expit, softmax
 
 from efx import models, sampling
 from efx.configs import common
-from efx.layers import flops
+from efx.layers import flops, selection
 from efx.layers.call import CacheView, Call
 from efx.layers.config import MoEConfig
 from efx.layers.moe import (
@@ -27,9 +27,8 @@ from efx.layers.moe import (
     sum_over_experts,
     warn_if_router_is_untrained,
 )
+from efx.layers.selection import HEADROOM
 from efx.parallel import sharding
-from efx.routing import selection
-from efx.routing.selection import HEADROOM
 from efx.train.evaluator import Evaluator
 
 B, T, D, F = 3, 32, 12, 10
@@ -127,7 +126,7 @@ def token_choice(c, params, activation):
         **({} if c.renormalise else {"moe/weight": mean_weight}),
         "load_balance": choices * (load_E * p.mean(0)).sum(),
         "router_z": np.mean(np.log(np.exp(logits_BTE[VALID_BT]).sum(-1)) ** 2),
-        "moe/dropped_fraction": load_E[: c.num_experts].sum() - computed,
+        "moe/overflow_fraction": load_E[: c.num_experts].sum() - computed,
         "moe/entropy": -(p * np.log(p)).sum(-1).mean(),
         "moe/max_load": choices * load_E[: c.num_experts].max(),
         "moe/min_load": choices * load_E[: c.num_experts].min(),
@@ -150,7 +149,7 @@ def expert_choice(c, params, selection):
     return sum_of_experts(params, gate_BTE * computed_BTE), {
         **({"moe/weight": mean_weight} if selection == "causal" else {}),
         "expert_bce": -np.log(np.where(top, g, 1 - g)).mean(),
-        "moe/dropped_fraction": 1 - admitted_BTE.sum() / load_E.sum(),
+        "moe/overflow_fraction": 1 - admitted_BTE.sum() / load_E.sum(),
         "moe/entropy": -(g * np.log(g) + (1 - g) * np.log(1 - g)).mean(),
         "moe/max_load": load_E.max() / load_E.mean(),
         "moe/min_load": load_E.min() / load_E.mean(),
@@ -163,7 +162,7 @@ def expert_choice(c, params, selection):
 def assert_same(got, expected):
     np.testing.assert_allclose(got[0], expected[0], atol=1e-4)
     assert got[1] == pytest.approx(expected[1], rel=1e-4, abs=1e-6)
-    assert expected[1]["moe/dropped_fraction"] > 0
+    assert expected[1]["moe/overflow_fraction"] > 0
 
 
 @pytest.mark.parametrize(
@@ -340,7 +339,7 @@ def test_logits_of_a_prefix_depend_on_its_tokens_alone(changes):
         step = families.decoder(model, {"params": params}, cache_size)
         logits_BTV, cache = families.read(step, cache, tokens_BT[:batch, :prefix], calls)
         assert_equal(logits_BTV, slice(batch))
-        assert all(np.all(block["mlp"]["dropped"] > 0) for block in cache["layers"].values())
+        assert all(np.all(block["mlp"]["overflow"] > 0) for block in cache["layers"].values())
 
 
 def test_every_second_block():
@@ -481,13 +480,13 @@ def test_evaluation_reports_experts(name):
     evaluator = Evaluator(families.build(name), config, Held(), mesh, sharding.DEFAULT_RULES)
     with sharding.use(mesh, sharding.DEFAULT_RULES):
         rows = evaluator(families.params_of(name), {})
-    blocks = [rows[f"eval/moe/dropped_fraction/block_{i}"] for i in (0, 1)]
-    assert rows["eval/moe/dropped_fraction"] == pytest.approx(np.mean(blocks))
+    blocks = [rows[f"eval/moe/overflow_fraction/block_{i}"] for i in (0, 1)]
+    assert rows["eval/moe/overflow_fraction"] == pytest.approx(np.mean(blocks))
     if name == "moe_expert_choice":
         assert rows["eval/loss_topk"] != rows["eval/loss"] and "eval/moe/accuracy" in rows
         return
     computed = rows["eval/moe/computed_fraction"]
-    lost = rows["eval/moe/noop_fraction"] + rows["eval/moe/dropped_fraction"]
+    lost = rows["eval/moe/noop_fraction"] + rows["eval/moe/overflow_fraction"]
     assert computed == pytest.approx(1 - lost, abs=1e-6)
     changes = {**families.FAMILIES[name].changes, "mlp.moe.computed_fraction": computed}
     nominal = families.make(changes).ledger(config.data.seq_len).nominal_per_token

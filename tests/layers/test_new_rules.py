@@ -1,4 +1,6 @@
-"""A selection, a control and a decision that no list of efx names have what the others have."""
+"""Scores, a selection, a gate and a decision that no list of efx names have what others have."""
+
+import functools
 
 import families
 import jax
@@ -10,7 +12,10 @@ from new_rules import new_rules  # noqa: F401 (a fixture)
 from refusals import refused
 from routing_reference import LENGTH, activations, layer, np_topk, run
 
+from efx import models
+from efx.interop import hf_export
 from efx.layers import flops
+from efx.models import stack
 from efx.routing.config import DepthRoutingConfig
 from efx.train import step
 
@@ -75,24 +80,108 @@ def test_a_decision_of_scanned_layers_draws_for_each_of_them():
     assert np.all((decided_L > 0.3) & (decided_L < 0.7)) and decided_L[0] != decided_L[1]
 
 
-@pytest.mark.parametrize("name", ["even", "limited"])
-def test_settings_without_effect_on_a_new_control_are_refused(name):
-    """Those of a router and of its decisions; the limit's only where it has none."""
-    without_effect = {
-        "gate": "tanh",
-        "router_norm": "rms",
-        "causal": "aux_loss",
-        "also_train": ("predictor",),
-        "predictor_hidden": 3,
-        "threshold_decay": 0.5,
-        "threshold_warmup": 3,
-        "bce_reaches_input": False,
-    }
-    with_effect = {"target": "attention", "kv_for_skipped": True, "skip_mlp": 3, "capacity": 0.3}
-    (without_effect if name == "even" else with_effect)["slack"] = 1.0
-    for key, value in without_effect.items():
-        settings = {"train_selection": name, key: value}
-        refused(lambda s=settings: DepthRoutingConfig(kind="mod", **s), f"{key}=", f"{name!r}")
-        assert DepthRoutingConfig(kind="none", **settings)
-    for key, value in with_effect.items():
-        assert DepthRoutingConfig(kind="mod", train_selection=name, **{key: value})
+# ---- scores and gates --------------------------------------------------------------------------
+
+NEW_SCORES = "norm", "probe", "gumbel"
+
+
+@functools.cache
+def scored(score, **changes):
+    """(model, variables, compiled (variables, tokens, documents) -> logits) of two blocks."""
+    settings = {"depth_routing.score": score, "depth_routing.gate": "softplus", "width": 16}
+    model = families.make({**ROUTED, **settings, **changes})
+    variables = {"params": families.random_params(model), **families.random_state(model)}
+
+    @families.jit
+    def logits(variables, tokens_BT, documents_BT=None):
+        positions_BT = None
+        if documents_BT is not None:
+            positions_BT = jnp.broadcast_to(jnp.arange(families.LENGTH) % 16, tokens_BT.shape)
+        options = dict(positions_BT=positions_BT, segment_ids_BT=documents_BT)
+        return model.apply(variables, tokens_BT, **options, rngs=families.keys())
+
+    return model, variables, logits
+
+
+@pytest.mark.parametrize("score", NEW_SCORES)
+def test_a_model_with_a_new_score_is_causal_and_keeps_documents_apart(score):
+    _, variables, logits = scored(score)
+    tokens_BT, other_BT = families.tokens(batch=2), families.tokens(seed=1, batch=2)
+    later_BT = jnp.where(jnp.arange(families.LENGTH) < 16, tokens_BT, other_BT)
+    whole, changed = (np.asarray(logits(variables, x_BT)) for x_BT in (tokens_BT, later_BT))
+    np.testing.assert_array_equal(whole[:, :16], changed[:, :16])
+    assert np.any(whole[:, 16:] != changed[:, 16:])
+    # The second of two packed documents is as the first of a row that begins with it.
+    documents_BT = jnp.asarray(np.repeat([[1] * 16 + [2] * 16], 2, axis=0))
+    swapped_BT = jnp.roll(tokens_BT, 16, axis=1)
+    packed, swapped = (
+        np.asarray(logits(variables, x_BT, documents_BT)) for x_BT in (tokens_BT, swapped_BT)
+    )
+    np.testing.assert_allclose(packed, np.roll(swapped, 16, axis=1), atol=1e-5)
+
+
+@pytest.mark.parametrize("score", NEW_SCORES)
+def test_a_model_with_a_new_score_decodes_what_a_full_pass_computes(score):
+    model, variables, logits = scored(score)
+    tokens_BT, length_B = families.tokens(batch=2), np.full(2, families.LENGTH)
+    cache = models.init_cache(model, 2, families.LENGTH)
+    step = families.decoder(model, variables, families.LENGTH)
+    calls = families.chunks(length_B - 4, length_B, 5)
+    decoded, cache = families.read(step, cache, tokens_BT, calls)
+    np.testing.assert_allclose(decoded, logits(variables, tokens_BT), atol=1e-4)
+    admitted = cache["layers"]["block_0"]["admitted"]
+    assert np.all((admitted > 0) & (admitted < families.LENGTH))
+
+
+@pytest.mark.parametrize("score", NEW_SCORES)
+def test_a_scan_with_remat_trains_a_new_score_as_a_loop_does(score):
+    """The same loss and gradients, some of them of the score's own parameters."""
+    model, variables, _ = scored(score)
+    scanned, tokens_BT = scored(score, scan_layers=True, remat="full")[0], families.tokens(batch=2)
+
+    def scan(tree):
+        return {**tree, "layers": stack.scan_params(tree["layers"], model.specs())}
+
+    def train(model, variables):
+        model = model.clone(selection="train")
+        rest = {name: tree for name, tree in variables.items() if name != "params"}
+
+        def loss(params):
+            logits = model.apply({"params": params, **rest}, tokens_BT, rngs=families.keys())
+            return jnp.mean(jnp.square(logits))
+
+        return families.jit(jax.value_and_grad(loss))(variables["params"])
+
+    loss, grads = train(model, variables)
+    scanned_loss, scanned_grads = train(
+        scanned, {name: scan(tree) for name, tree in variables.items()}
+    )
+    np.testing.assert_allclose(loss, scanned_loss, rtol=1e-5)
+    families.assert_trees_close(scan(grads), scanned_grads)
+    block = grads["layers"]["block_0"]
+    own = {"norm": (), "probe": ("scorer", "point"), "gumbel": ("router",)}[score]
+    assert all(np.any(leaf != 0) for leaf in jax.tree.leaves([block[name] for name in own[:1]]))
+    assert set(block) - {"attention", "mlp", "norm_attention", "norm_mlp"} == {*own[:1]}
+
+
+def test_a_new_gate_multiplies_the_increment():
+    x_BTD, outputs = activations(), {}
+    for gate in ("softplus", "one"):
+        module, p = layer(depth_routing__gate=gate)
+        outputs[gate] = run(module, p, x_BTD, selection="topk")[0] - x_BTD
+    gate_BT1 = np.log1p(np.exp(x_BTD @ p["router"]))[..., None]
+    np.testing.assert_allclose(outputs["softplus"], gate_BT1 * outputs["one"], atol=1e-5)
+
+
+@pytest.mark.parametrize("score", ["norm", "position", "token_hash", "stochastic"])
+def test_aux_loss_needs_a_score_with_parameters(score):
+    for settings in ({"causal": "aux_loss"}, {"also_train": ("aux_loss",)}):
+        routing = {"score": score, **settings}
+        refused(lambda r=routing: DepthRoutingConfig(kind="mod", **r), f"score={score!r}")
+        assert DepthRoutingConfig(kind="none", **routing)
+    assert DepthRoutingConfig(kind="mod", score="probe", causal="aux_loss")
+
+
+def test_a_new_score_is_not_exported(tmp_path):
+    model, variables, _ = scored("norm")
+    refused(lambda: hf_export.write_model(tmp_path / "x", model, variables), "score='norm'")

@@ -12,9 +12,10 @@ from flax import linen as nn
 from routing_reference import GATES, norm, np_admit, np_layer, np_mlp, np_topk
 
 from efx import models
-from efx.layers import flops, stack
+from efx.layers import flops
+from efx.layers import selection as routing_selection
 from efx.layers.call import Call
-from efx.routing import selection as routing_selection
+from efx.models import stack
 from efx.routing.mod import MoDBlock
 
 LENGTH = families.LENGTH
@@ -213,5 +214,5 @@ def test_every_step_has_a_cache_of_its_own_size():
         assert {name: position.shape[1] for name, position in found.items()} == slots
         assert all(np.all(position == -1) for position in found.values())
     assert cache["block_3"]["attention"]["position"].shape[1] == LENGTH
-    assert set(cache["recursion_2"]) == {"reached", "routed", "overflow"}
+    assert set(cache["recursion_2"]) == {"reached", "admitted", "overflow"}
     assert "recursion_0" not in cache

@@ -25,10 +25,10 @@ from routing_reference import (
 from scipy import special
 
 from efx import models
+from efx.layers import selection
 from efx.layers.call import Call
 from efx.layers.config import BlockConfig
 from efx.layers.linear import dot_float32
-from efx.routing import selection
 from efx.routing.config import warn_if_router_is_untrained
 from efx.routing.mod import MoDBlock
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from routing_reference import np_admit, np_topk
 
+from efx.layers import selection
 from efx.layers.call import Call
-from efx.routing import selection
 
 T, RATES = 12, (0.1, 0.3, 0.5)
 masks = hnp.arrays(bool, (2, T))

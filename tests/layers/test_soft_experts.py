@@ -11,9 +11,10 @@ from flax import linen as nn
 from refusals import refused
 from scipy import special
 
-from efx.layers import costs, flops
+from efx.layers import flops
 from efx.layers.call import Call
 from efx.layers.soft_experts import SoftBlock, merge
+from efx.models import costs
 
 B, T, WIDTH = 2, 11, 24
 SMALL = {

@@ -116,7 +116,7 @@ def test_inclusion_is_the_formula(selection):
         np.testing.assert_allclose(y[b], expected, rtol=3e-5, atol=3e-5)
     assert num_admitted < num_selected, "no token was dropped"
     assert sown["adapter/experts_per_token"] == pytest.approx(used / (ROWS * LENGTH))
-    assert sown["adapter/dropped_fraction"] == pytest.approx(1 - num_admitted / num_selected)
+    assert sown["adapter/overflow_fraction"] == pytest.approx(1 - num_admitted / num_selected)
     assert sown["inclusion_bce"] == pytest.approx(np.mean(bce), rel=1e-4)
 
 
@@ -130,7 +130,7 @@ def test_statistics_do_not_count_tokens_of_packed_rows_beyond_the_slots():
     computed = np.minimum(selected_BE, slots).sum()
     assert computed < selected_BE.sum()
     assert sown["adapter/experts_per_token"] == pytest.approx(computed / (ROWS * LENGTH))
-    assert sown["adapter/dropped_fraction"] == pytest.approx(1 - computed / selected_BE.sum())
+    assert sown["adapter/overflow_fraction"] == pytest.approx(1 - computed / selected_BE.sum())
 
 
 @pytest.mark.parametrize("site", [".*/up", "decoder_input"])

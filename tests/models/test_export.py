@@ -244,7 +244,7 @@ def test_a_qwen2_with_another_tokenizer_is_not_a_qwen2_of_transformers(tmp_path)
     [
         ("latent", "family='latent'"),
         ("recursion", "depth_routing.kind='recursion'"),
-        ("mod_fixed", "depth_routing.train_selection='position'"),
+        ("mod_fixed", "depth_routing.score='position'"),
         ("mod_context", "depth_routing.kv_for_skipped=True"),
         ("moe_expert_choice", "mlp.moe.router='expert_choice'"),
         ("dropout_attention", "dropout.kind='attention'"),

@@ -15,7 +15,6 @@ from test_interop import transformers  # noqa: F401
 from efx import models
 from efx.interop import hf_export, new_run
 from efx.routing.config import DepthRoutingConfig
-from efx.routing.controls import CONTROLS
 
 BASE = DepthRoutingConfig(kind="mod", gate="twice_sigmoid", causal="threshold", capacity=0.5)
 # Values of settings without a list of choices in their type, and the settings that they need.
@@ -37,7 +36,7 @@ NEEDS = {
     ("capacity", (0.3, 0.7)): {"blocks": (0, 1)},
     "predictor_hidden": {"causal": "predictor"},
     "threshold_warmup": {"train_selection": "threshold"},
-    **{("train_selection", name): {"gate": "sigmoid"} for name in CONTROLS},
+    "score": {"gate": "one"},
 }
 TYPES = typing.get_type_hints(DepthRoutingConfig)
 NAMES = [field.name for field in dataclasses.fields(DepthRoutingConfig)]
@@ -60,7 +59,7 @@ DEFAULT = (
     ("kind", "mod"),
     ("kind", "recursion"),
     ("gate", "tanh"),
-    ("train_selection", "stochastic"),
+    ("score", "stochastic"),
     ("causal", "predictor"),
 )
 
@@ -100,7 +99,7 @@ def test_a_setting_is_imported_converted_and_exported(name, value, tmp_path, loa
 
     if routing.kind == "mod":
         converted = new_run.with_dense(trained, {"params": before}, routing)
-        if routing.is_control or routing.gate in ("twice_sigmoid", "one"):
+        if routing.gate in ("twice_sigmoid", "one"):
             whole = models.changed(routed, **{"depth_routing.capacity": 1.0})
             found = logits(whole, converted, "train")
             expected = logits(model, {"params": before}, "train")
@@ -110,7 +109,7 @@ def test_a_setting_is_imported_converted_and_exported(name, value, tmp_path, loa
         hf_export.write_model(tmp_path / "new", routed, trained)
 
     is_extra = routing.target != "block" or routing.kv_for_skipped or routing.skip_mlp
-    if routing.kind == "recursion" or routing.is_control or is_extra:
+    if routing.kind == "recursion" or routing.score != "router" or is_extra:
         key = "kind" if routing.kind == "recursion" else name
         refused(export, f"config.model.depth_routing.{key}=")
         return

@@ -30,7 +30,7 @@ SHARED = TINY | {
 MOE = {"model.mlp.kind": "moe", "model.mlp.moe.num_experts": 4, "model.mlp.moe.expert_hidden": 16}
 ALONE = 2  # steps of one process, from which two resume
 KEYS = ("train/loss", "train/grad_norm", "eval/loss", "eval/bits_per_byte")
-MOE_KEYS = (*KEYS, "losses/load_balance", "eval/moe/dropped_fraction")
+MOE_KEYS = (*KEYS, "losses/load_balance", "eval/moe/overflow_fraction")
 
 # What `efx.main` does, with several launches.
 PROCESS = """

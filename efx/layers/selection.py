@@ -6,9 +6,7 @@ distinct out-of-range positions: gathers fill them, scatters drop them, and the 
 are unique (GPUs add duplicates in any order).
 """
 
-import dataclasses
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from efx.parallel import sharding
 
-# Added to the causal limit: a burst of selected tokens early in a sequence is not dropped.
+# Added to the causal limit: a burst of selected tokens early in a sequence does not overflow.
 HEADROOM = 4
 # Name of selections in `jax.checkpoint` policies, which save them: recomputed scores may select
 # other tokens, and top-k costs a sort.
@@ -38,7 +36,7 @@ def num_slots(rate, length):
 def num_causal_slots(rate, length):
     """C under the causal limit of `admit`, for a row of `length` tokens.
 
-    Packed rows of more than HEADROOM + 1 documents may admit more tokens; these are dropped.
+    Packed rows of more than HEADROOM + 1 documents may admit more tokens; these overflow.
     """
     if rate >= 1:
         return length
@@ -135,31 +133,6 @@ def _select_topk_per_document(scores_BT, rate, valid_BT, segment_ids_BT):
     return checkpoint_name(valid_BT & (rank_BT - start_BT < quota_BT), SELECTION)
 
 
-@dataclasses.dataclass(frozen=True)
-class Selection:
-    """How training selects tokens by the scores of a router: a value of `train_selection`.
-
-    Attributes:
-      select: (scores [B, T], rate, valid [B, T], segment ids or None) -> bool [B, T], at most
-        `num_slots` valid tokens of a row.
-      is_causal: the causal decision "threshold" selects, after `threshold_warmup` steps of top-k.
-    """
-
-    select: Callable = select_topk
-    is_causal: bool = False
-
-    def is_exact(self, looks_ahead):
-        """Whether at most `num_slots` tokens of a row are selected; else the causal limit holds.
-
-        Args:
-          looks_ahead: see `Call.looks_ahead`.
-        """
-        return looks_ahead and not self.is_causal
-
-
-SELECTIONS = {"topk": Selection(), "threshold": Selection(is_causal=True)}
-
-
 def document_starts(segment_ids_BT):
     """bool [B, T]: first token of each document, and of the padding, in packed rows."""
     return jnp.diff(segment_ids_BT, axis=1, prepend=-1) != 0
@@ -182,7 +155,7 @@ def admit(selected_BT, rate, call, admitted_B=None, slots=None):
     At most ceil(rate * n) + HEADROOM of the first n tokens of a document are admitted (ceil(rate *
     n) in packed rows). Admission depends on earlier tokens alone: not on the length of the row, the
     size of a cache or the chunks of a prompt. With W_t the running count of selected tokens and
-    R_t the limit, the running count of refused tokens is max(0, max_{s <= t} (W_s - R_s)).
+    R_t the limit, the running count of overflowing tokens is max(0, max_{s <= t} (W_s - R_s)).
 
     Args:
       selected_BT: bool [B, T], or [B, T, E] with a limit for each of E experts.
@@ -215,9 +188,9 @@ def _is_below_limit(selected_BT, rate, call, admitted_B):
         begins_BT = document_starts(call.segment_ids_BT)
         offset_BT = jnp.cumsum(begins_BT, axis=1) * (selected_BT.shape[1] + 1)
         offset_BT = offset_BT.reshape(*offset_BT.shape, *(1,) * (selected_BT.ndim - 2))
-    refused_BT = jax.lax.cummax(excess_BT + offset_BT, axis=1)
-    before_BT = jnp.pad(refused_BT[:, :-1], ((0, 0), (1, 0)) + ((0, 0),) * (excess_BT.ndim - 2))
-    return refused_BT == jnp.maximum(before_BT, offset_BT)
+    overflow_BT = jax.lax.cummax(excess_BT + offset_BT, axis=1)
+    before_BT = jnp.pad(overflow_BT[:, :-1], ((0, 0), (1, 0)) + ((0, 0),) * (excess_BT.ndim - 2))
+    return overflow_BT == jnp.maximum(before_BT, offset_BT)
 
 
 # ---- gather and scatter ------------------------------------------------------------------------

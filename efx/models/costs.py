@@ -1,7 +1,9 @@
 """Nominal FLOPs of blocks for one sequence, by component; conventions: `efx.layers.flops`."""
 
 from efx.layers import flops
+from efx.layers.report import Report
 from efx.routing.decisions import DECISIONS
+from efx.routing.scores import SCORES
 
 
 def attention_flops(b, tokens, pairs, context=None, width=None, has_output=True):
@@ -59,11 +61,10 @@ def _soft_mlp_flops(b, tokens):
 
 
 def routing_flops(b, r, length):
-    """{component: FLOPs} of the router, its decisions, and the skip MLP, which computes every token
+    """{component: FLOPs} of the score, the decisions, and the skip MLP, which computes every token
     and is used for the skipped ones."""
-    router = 0 if r.is_control else flops.matmul(length, b.width, 1)
-    trained = (DECISIONS[name].flops(r, b.width, length) for name in r.trained_decisions)
-    counted = {"router": router + sum(trained)}
+    modules = SCORES[r.score], *(DECISIONS[name] for name in r.trained_decisions)
+    counted = {"router": sum(module.flops(r, b.width, length) for module in modules)}
     if r.skip_mlp:
         counted["skip_mlp"] = b.mlp.matrices * flops.matmul(length, b.width, r.skip_mlp)
     return counted
@@ -150,3 +151,35 @@ def embedding_mask_flops(b, tokens, pairs):
     """{component: FLOPs} before the blocks: the mask of the embedding and the masks' input."""
     masks = mask_flops(b, tokens, pairs, "embedding")
     return flops.add([masks, mask_input_flops(b, tokens, pairs)])
+
+
+# ---- evaluation --------------------------------------------------------------------------------
+
+COMPUTED = "mlp/computed_fraction"  # sown by blocks whose MLP skips dropped tokens
+
+
+def _flops_row(model, length, passes):
+    """{metric: FLOPs per token} of a model whose MLPs compute kept tokens only.
+
+    Empty with depth routing and for latents, whose blocks do not all have `length` tokens.
+    """
+    computed = passes.means["causal"].get(COMPUTED)
+    if computed is None:
+        return {}
+    specs, nominal = model.blocks().values(), model.ledger(length).nominal
+    mlps = [(b, mlp_flops(b, length)["mlp"]) for spec in specs for b in spec.blocks]
+    if any(spec.routing for spec in specs) or nominal["mlp"] != sum(cost for _, cost in mlps):
+        return {}
+    skipping = sum(cost for b, cost in mlps if b.moe is None and b.soft is None)
+    return {"eval/flops_per_token": (sum(nominal.values()) - (1.0 - computed) * skipping) / length}
+
+
+MASKS = Report(
+    words={
+        "dropout/kept": "; masks keep {:.1%}",
+        COMPUTED: "; MLPs computed for {:.1%} of the tokens",
+    },
+    statistics=("dropout/", COMPUTED),
+    rows=_flops_row,
+    compared=lambda model: "masks" if model.config.dropout.learned else "",
+)

@@ -9,13 +9,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx.errors import UsageError
-from efx.layers import kernels, linear
+from efx.layers import kernels, linear, selection
 from efx.layers.block import Block
 from efx.layers.config import BlockConfig, DenseFormerConfig, block_in_stack
 from efx.layers.soft_experts import SoftBlock
 from efx.parallel.collectives import saves_exchanged
 from efx.parallel.sharding import constrain, parameter
-from efx.routing import selection
 from efx.routing.config import DepthRoutingConfig
 from efx.routing.mod import MoDBlock
 from efx.routing.recursion import RecursionStep, SharedBlocks, recursion_steps
@@ -130,25 +129,6 @@ def by_path(stack, specs):
         for name, spec in zip(names(specs), specs, strict=True)
         for part, inner in spec.parts.items()
     }
-
-
-# Names of the modules of a block. The mask of the embedding is in no block.
-_IN_A_BLOCK = re.compile("(cross_)?attention|(skip_)?mlp|soft|dropout_(?!embedding$).*")
-
-
-def layer_of(path):
-    """Path of the layer of the module at this path; of a module outside layers, such as the mask of
-    the embedding, its own path."""
-    names = path.split("/")
-    parts = (i for i, name in enumerate(names) if _IN_A_BLOCK.fullmatch(name))
-    return "/".join(names[: next(parts, None)])
-
-
-def label(path):
-    """Name of a layer in reports: `block_1`, of two streams `block_1/decoder`, of a mask in no
-    layer `embedding`."""
-    names = (name for name in path.split("/") if name != "layers")
-    return "/".join(name.removeprefix("dropout_") for name in names)
 
 
 class Layer(nn.Module):
