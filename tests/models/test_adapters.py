@@ -325,6 +325,18 @@ def test_base_and_experts_of_a_composition_keep_every_bit(runs):
         assert all(np.array_equal(composed[path][e], expert[path]) for path in stacked)
 
 
+def test_a_composition_warns_of_an_expert_that_is_never_used(runs, text, tmp_path, capsys):
+    """Gates that are not trained are equal, so all tokens use the first expert."""
+    base = str(runs / "base")
+    gated = {"init.run": base, "adapter.gate": True}
+    c = start(tmp_path, "c", "adapter", text, trainer.compose, seed=2, **gated)
+    composed = {"init.run": base, "adapter.experts": (str(runs / "b"), c), "adapter.top_k": 1}
+    capsys.readouterr()
+    start(tmp_path, "both", "compose", text, trainer.compose, **composed)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert "expert_1 of config.adapter.experts is never used: by 0 of the tokens" in line
+
+
 @pytest.mark.slow
 def test_later_stages_train_gates_only(runs, text, tmp_path):
     """A finished adapter, and a composition, which starts from its step 0."""
