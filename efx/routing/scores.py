@@ -103,7 +103,7 @@ class Position(Score):
     def __call__(self, x_BTD, call):
         capacity = fractions.Fraction(self.capacity)
         a, b = capacity.limit_denominator(4096).as_integer_ratio()
-        if a == 0:  # so small a capacity still starts intervals
+        if self.capacity < 1 / 4096:  # the nearest fraction would be 0, or larger
             a, b = 1, min(math.ceil(1 / capacity), 2**30)
         # Modulo b first: a times a position may exceed int32.
         after_BT = -(a * (call.positions_BT % b)) % b  # less than a at a start
