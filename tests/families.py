@@ -439,7 +439,7 @@ def mechanisms(name, grain):
         each = Grain.CHOICES
         if re.fullmatch(r"family|\w+\.kind", key):
             each = Grain.KINDS
-        elif key.endswith(("selection", "router", "routing", "target")):
+        elif key.endswith(("selection", "score", "router", "routing", "target")):
             each = Grain.SELECTIONS
         is_choice = all(isinstance(value, str) for value in values)
         if not is_choice or key in ("adapter.experts", "adapter.sites"):

@@ -20,7 +20,7 @@ def test_every_resolved_config_resolves_to_itself():
 
 
 def test_a_row_with_a_new_choice_is_in_the_tests_by_default(monkeypatch):
-    routing = {"depth_routing.kind": "mod", "depth_routing.gate": "one"}
+    routing = {"depth_routing.kind": "mod", "depth_routing.gate": "twice_sigmoid"}
     rows = {"new": families.Family(routing), "same": families.Family(routing)}
     monkeypatch.setattr(families, "FAMILIES", {**families.FAMILIES, **rows})
     for can in (families.can_scan, families.skips_tokens):
