@@ -27,7 +27,7 @@ LENGTH = 16
 #   sharding                         no effect on one device
 #   means, report                    losses and statistics; not in decoding
 #   admission, kv_cache              decoding alone
-BUDGETS = {"training": (16, 89), "evaluation": (16, 90), "decoding": (16, 85)}
+BUDGETS = {"training": (19, 97), "evaluation": (19, 100), "decoding": (18, 88)}
 CALLS = {
     "training": dict(train=True, selection="train"),
     "evaluation": dict(selection="causal"),
