@@ -154,7 +154,7 @@ def test_shards_count_bytes_only_where_ids_have_fixed_bytes(tmp_path):
     for kind, is_counted in (("bpe", True), ("sentence_pieces", False)):
         spec = KINDS[kind](tmp_path)
         tokenizer = bpe.train_bpe(DOCUMENTS, 300) if kind == "bpe" else load_tokenizer(spec)
-        write_token_shards(tmp_path / kind, tokenizer, DOCUMENTS, DOCUMENTS)
+        write_token_shards(tmp_path / kind, tokenizer, DOCUMENTS * 2, DOCUMENTS)
         config = make_config(f"tokens:{tmp_path / kind}", tmp_path, tokenizer=spec)
         data = open_data(config)
         expected = sum(len(text.encode()) for text in DOCUMENTS)
