@@ -223,7 +223,7 @@ def test_as_many_tokens_overflow_in_decoding_as_in_a_full_pass(name):
 
 @pytest.mark.slow
 def test_every_choice_is_admitted_or_overflows():
-    """One row token by token, where some tokens find their experts full; then several rows."""
+    """One row token by token, where some tokens overflow; then several rows."""
     for length_B, size in ((np.array([CONTEXT]), 1), (LENGTHS, 5)):
         cache = decoded("moe", size, length_B)
         spec, overflow = build("moe")[0].specs()[0], 0
