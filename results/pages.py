@@ -87,7 +87,7 @@ def table_row(line, cells):
 
 
 def with_tables(text):
-    """Return a page with all its tables written anew."""
+    """Return a page with all its tables rewritten."""
 
     def table(match):
         rows = [table_row(line, " ".join(match[1].split())) for line in match[3].splitlines()]

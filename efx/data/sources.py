@@ -277,7 +277,7 @@ def _language_reference(name, max_bytes):
 
 def _read_text(name, path, max_bytes):
     """Yield (path, bytes); UsageError for a binary file."""
-    most = len(codecs.BOM_UTF8) + max_bytes + 1  # one more, to see that the text goes on
+    most = len(codecs.BOM_UTF8) + max_bytes + 1  # one more shows that the text is longer
     with open(path, "rb") as file:
         data = file.read(min(most, os.path.getsize(path)) if max_bytes else -1)
     if b"\0" in data:

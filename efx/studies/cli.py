@@ -6,7 +6,8 @@ import shlex
 import signal
 import sys
 
-from efx import io
+from efx import io, run_dir
+from efx.config.load import config_of_run
 from efx.errors import UsageError, nearest
 from efx.parallel import signals
 
@@ -87,6 +88,21 @@ def numbers(flag, text):
     if not all(re.fullmatch(r"[0-9]{1,9}", part) for part in parts) or len({*parts}) < len(parts):
         raise UsageError(f"{flag}={text}: expected different numbers, e.g. 0,1,2")
     return tuple(map(int, parts))
+
+
+def config_of_model(workdir):
+    """Return the ConfigDict of a run; UsageError for an ensemble, which is not one model."""
+    if run_dir.holds_clustering(workdir):
+        raise UsageError(f"{workdir} is an ensemble of cBTM; use the run directory of one expert")
+    return config_of_run(workdir)
+
+
+def output_folder(out):
+    """Return the path of a folder to write, which need not exist; UsageError for a file."""
+    folder = io.local_path(out, "--out")
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--out={folder}: is a file; use a directory")
+    return folder
 
 
 def output_file(out, *endings):

@@ -26,8 +26,7 @@ import numpy as np
 import pandas as pd
 from flax import linen as nn
 
-from efx import io, models, run_dir
-from efx.config.load import config_of_run
+from efx import models
 from efx.errors import UsageError
 from efx.layers import flops
 from efx.layers.attention import Attention
@@ -45,9 +44,9 @@ from efx.parallel import sharding
 from efx.routing.mod import MoDBlock
 from efx.studies import cli
 from efx.train import setup
+from efx.train.health import ASLEEP
 from efx.train.step import make_eval_step
 
-ASLEEP = 0.001  # nats
 ROUTED, ADAPTERS = "routed layers", "adapters"
 
 
@@ -188,9 +187,8 @@ def switch_parts(on):
 
 def measure(workdir, num_batches, step=None):
     """Return (DataFrame with a row for each part, held-out loss with all parts on)."""
-    if run_dir.holds_clustering(workdir):
-        raise UsageError(f"{workdir} is an ensemble of cBTM; use the run directory of one expert")
-    built, _, params, variables = setup.finished(config_of_run(workdir), workdir, step, ("eval",))
+    config = cli.config_of_model(workdir)
+    built, _, params, variables = setup.finished(config, workdir, step, ("eval",))
     c, model = built.config, models.unrolled(built.model)
     variables = models.unroll_variables(built.model, {"params": params, **variables})
     params, eval_step = variables.pop("params"), make_eval_step(model.clone(selection="causal"), c)
@@ -239,9 +237,7 @@ def draw(table, path):
 def study(arguments):
     if arguments.batches < 2:
         raise UsageError(f"--batches={arguments.batches}: must be at least 2")
-    folder = io.local_path(arguments.out, "--out")
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"--out={folder}: is a file; use a directory")
+    folder = cli.output_folder(arguments.out)
     table, loss = measure(arguments.run, arguments.batches, arguments.step)
     folder.mkdir(parents=True, exist_ok=True)
     draw(table, folder / "contributions.png")

@@ -26,7 +26,7 @@ import sys
 import numpy as np
 import pandas as pd
 
-from efx import io, run_dir
+from efx import run_dir
 from efx.config.load import config_of_run
 from efx.errors import UsageError
 from efx.logging import tables
@@ -203,9 +203,7 @@ def draw(table, path):
 def study(arguments):
     if arguments.tokens < MIN_TOKENS:
         raise UsageError(f"--tokens={arguments.tokens}: must be at least {MIN_TOKENS}")
-    folder = io.local_path(arguments.out, "--out")
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"--out={folder}: is a file; use a directory")
+    folder = cli.output_folder(arguments.out)
     _, runs = read_runs(arguments.runs)
     differing = {name for text in runs.settings for name in re.findall(r"(?:^|, )([\w.]+)=", text)}
     for name in sorted(differing - {"seed", "init.run"}):

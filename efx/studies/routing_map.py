@@ -19,7 +19,6 @@ import numpy as np
 import pandas as pd
 
 from efx import io, run_dir
-from efx.config.load import config_of_run
 from efx.errors import UsageError
 from efx.parallel import sharding
 from efx.studies import cli, token_choices, token_text
@@ -35,9 +34,7 @@ def map_of_run(workdir, text=None, tokens=512, step=None):
     Args:
       text: None: the start of the held-out split, `tokens` of them.
     """
-    if run_dir.holds_clustering(workdir):
-        raise UsageError(f"{workdir} is an ensemble of cBTM; use the run directory of one expert")
-    config = config_of_run(workdir)
+    config = cli.config_of_model(workdir)
     splits = ("eval",) if text is None else ()
     built, step, params, variables = setup.finished(config, workdir, step, splits)
     if text is None:

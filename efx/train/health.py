@@ -14,6 +14,8 @@ from efx.layers.report import Report
 INCREMENTS = Report({}, ("cross/increment", "latent/increment"))
 # A mean gate, relative norm or relative load below this counts as 0.
 NEGLIGIBLE = 0.01
+# Parts that cost less when they are switched off, in nats, do nothing.
+ASLEEP = 0.001
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +59,7 @@ RULES = (
         "router/worth",
         "routed blocks are asleep: switching all of them off costs {value} nats",
         _DEPTH,
-        low=1e-3,
+        low=ASLEEP,
     ),
     Rule(
         "router/routed_fraction/(.+)",
@@ -75,7 +77,7 @@ RULES = (
         "moe/worth",
         "experts are asleep: switching all of them off costs {value} nats",
         f"{_ROUTERS}, or a smaller config.model.mlp.moe.num_noop",
-        low=1e-3,
+        low=ASLEEP,
     ),
     Rule(
         "moe/min_load/(.+)",

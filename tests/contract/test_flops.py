@@ -323,7 +323,7 @@ def test_frozen_parameters_cost_the_gradients_that_are_computed():
     assert cost("layers/units/block_0/mlp/.*") == pytest.approx(2 * whole + scores + parts["mlp"])
 
 
-# Of a model that is given by the changes of `wide`: what is trained of it.
+# {name: (changes of `wide`, pattern of the trained parameters)}
 TRAINED = {
     "routers": ({**WIDE["mod"], "depth": 4}, parameters.params_pattern()),
     "predictor": (
