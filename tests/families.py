@@ -182,6 +182,7 @@ FAMILIES = {
         attention=dict(num_kv_heads=2),
         depth_routing=dict(target="mlp", every=1, capacity=0.4, skip_mlp=16, router_norm="rms"),
     ),
+    "mod_mlp_only": _mod((), depth_routing=dict(target="mlp_only", causal="threshold")),
     "recursion": _mod(
         depth=4,
         attention=dict(num_kv_heads=2, chunk=10),

@@ -41,6 +41,7 @@ ARMS = {
     "sigmoid, slow router": SLOW,
     "MLP, slow router": SLOW | routed(target="mlp"),
     "all keys, slow router": SLOW | routed(kv_for_skipped=True),
+    "MLP without attention, slow router": SLOW | routed(target="mlp_only"),
     "identity, slow router": SLOW | routed(gate="identity"),
     "sigmoid": FAST,
     "MLP, positions": POSITION | routed(target="mlp"),
@@ -54,6 +55,7 @@ ARMS = {
     "gate one, auxiliary loss": FAST | routed(gate="one", causal="aux_loss"),
     "slow router, capacity from 1 to 1/8": SLOW
     | routed(capacity_stages=((0.15, 1.0), (0.3, 0.5), (0.45, 0.25))),
+    "router with weight decay": FAST | {"optim.decay": r".*(kernel|embedding|router)"},
     "slow router, slow routed blocks": SLOW_BLOCKS,
     "tanh, slow router": SLOW | routed(gate="tanh"),
     "twice sigmoid, slow router": SLOW | routed(gate="twice_sigmoid"),

@@ -98,7 +98,7 @@ def _layer_flops(spec, length, mode, measured):
             pairs = flops.thinned_pairs(tokens, length, window)
         pairs_with_all = all_pairs * tokens / length
     attends_all = r is not None and r.target == "mlp"
-    for b, sees_all in spec.attentions:
+    for b, sees_all in () if r is not None and r.target == "mlp_only" else spec.attentions:
         if attends_all:
             queries, keys, counted, masked = length, length, all_pairs, all_pairs
         else:

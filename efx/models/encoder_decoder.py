@@ -240,7 +240,7 @@ class TwoStreamLayer(nn.Module):
             if not self.spec.parallel:
                 read_BTD = e_BTD
             # Routed attention reads the encoder states of all tokens, not only of routed ones.
-            routed = decoder.routing is not None and decoder.routing.target != "mlp"
+            routed = decoder.routing is not None and decoder.routing.routes_attention
             call = call.replace(encoder=(read_BTD, call if routed else None))
             d_BTD = Layer(decoder, name="decoder")(d_BTD, call)
         return e_BTD, d_BTD

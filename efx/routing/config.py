@@ -38,8 +38,9 @@ class DepthRoutingConfig:
     # or these, zero-based; of two streams the encoder's blocks are numbered before the decoder's
     blocks: tuple[Natural, ...] = ()
     # What a routed block routes: all of it, or its attention (all tokens pass the MLP), or its MLP
-    # (all tokens pass the attention, so every token sees every key).
-    target: Literal["block", "attention", "mlp"] = "block"
+    # (all tokens pass the attention, so every token sees every key), or the MLP of a block that has
+    # no attention.
+    target: Literal["block", "attention", "mlp", "mlp_only"] = "block"
     # Fraction of a sequence that a routed block computes; one value, or one for each routed block.
     # "recursion": one for each step, or c for 1, c, c^2... A step that computes all tokens has no
     # router.
@@ -90,10 +91,10 @@ class DepthRoutingConfig:
                 "has no parameters that causal='aux_loss' or also_train=('aux_loss',) could train; "
                 "use 'threshold'",
             )
-        if self.target == "mlp" and self.kv_for_skipped:
+        if not self.routes_attention and self.kv_for_skipped:
             raise UsageError(
-                f"{self.where}.kv_for_skipped=True: not with target='mlp', where all tokens pass "
-                "the attention anyway"
+                f"{self.where}.kv_for_skipped=True: not with target={self.target!r}, which routes "
+                "no attention"
             )
         if self.target != "block" and self.kind == "recursion":
             raise UsageError(
@@ -156,6 +157,10 @@ class DepthRoutingConfig:
     def is_trained(self):
         """Whether the score has parameters."""
         return SCORES[self.score].is_trained
+
+    @property
+    def routes_attention(self):
+        return self.target in ("block", "attention")
 
     @property
     def reads_token_ids(self):

@@ -68,7 +68,7 @@ class MoDBlock(nn.Module):
     def __call__(self, x_BTD, call):
         """Returns (output [B, T, D], mask [B, T] of the computed tokens)."""
         target, block, call = self.config.target, self.block, call.for_rows(len(x_BTD))
-        if target == "block":
+        if target in ("block", "mlp_only"):
             return self._route(x_BTD, x_BTD, call)
         is_parallel = block.config.kind == "parallel"
         if target == "attention":
@@ -123,7 +123,9 @@ class MoDBlock(nn.Module):
     def _part_of(self, block):
         """The routed part of the block: all of it, its attention or its MLP."""
         target = self.config.target
-        return block if target == "block" else getattr(block, f"{target}_increment")
+        if target == "block":
+            return block
+        return block.attention_increment if target == "attention" else block.mlp_increment
 
     # ---- selection ----
 
@@ -211,7 +213,7 @@ class MoDBlock(nn.Module):
         )
         if self.is_initializing():
             return start_BTD + self._part_of(self.block)(x_BTD, inner)
-        if c.target != "mlp" and (c.kv_for_skipped or call.encoder is not None):
+        if c.routes_attention and (c.kv_for_skipped or call.encoder is not None):
             inner = self._write_keys_values(x_BTD, selected_BT, inner)
         if length > 1:
 

@@ -70,8 +70,9 @@ def routing(draw, depth, recursion, by_type=True, further=0):
     if changes["depth_routing.score"] != "router" and changes["depth_routing.causal"] == "aux_loss":
         changes["depth_routing.causal"] = "threshold"  # which needs no parameters
     if kind == "mod":
-        changes |= pick(draw, "depth_routing.", target=["block", "block", "attention", "mlp"])
-        if changes["depth_routing.target"] == "mlp":  # all tokens pass the attention
+        targets = ["block", "block", "attention", "mlp", "mlp_only"]
+        changes |= pick(draw, "depth_routing.", target=targets)
+        if "mlp" in changes["depth_routing.target"]:  # routes no attention
             changes["depth_routing.kv_for_skipped"] = False
         if draw(st.booleans()):
             every = changes["depth_routing.every"] = draw(one_in(depth))

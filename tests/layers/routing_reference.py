@@ -149,6 +149,8 @@ def np_layer(x_TD, p, spec, choose=None, positions_T=None, seen_T=None):
         routed_T, gate_T1 = route(read_TD)
         return add(y_TD, mlp(read_TD), routed_T, gate_T1, read_TD), routed_T
     routed_T, gate_T1 = route(x_TD)
+    if target == "mlp_only":
+        return add(x_TD, mlp(x_TD), routed_T, gate_T1, x_TD), routed_T
     a_TD = attention(routed_T)
     if target == "attention":
         y_TD = add(x_TD, a_TD, routed_T, gate_T1, x_TD)

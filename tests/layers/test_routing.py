@@ -46,6 +46,7 @@ CASES = {
         depth_routing__target="attention", depth_routing__kv_for_skipped=True, **PARALLEL
     ),
     "mlp": dict(depth_routing__target="mlp", depth_routing__router_norm="rms"),
+    "mlp_only": dict(depth_routing__target="mlp_only"),
     "mlp_parallel": dict(depth_routing__target="mlp", depth_routing__skip_mlp=8, **PARALLEL),
 }
 
@@ -70,7 +71,7 @@ def test_layer_is_the_formula(name):
         assert np.abs(out_BTD[-1] - wrong_TD).max() > 0.01
 
 
-@pytest.mark.parametrize("target", ["block", "attention", "mlp"])
+@pytest.mark.parametrize("target", ["block", "attention", "mlp", "mlp_only"])
 def test_without_selected_tokens_the_routed_part_is_left_out(target):
     """selection="off"."""
     module, p = layer(depth_routing__target=target)
