@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx.config.schema import Count, Modules, Natural, NonNegative, Positions, block, replaced
+from efx.config.schema import Count, Modules, Natural, NonNegative, Positions, block
 from efx.errors import UsageError
 from efx.layers import batch_means, flops, norms
 from efx.layers.attention import Attention
@@ -117,9 +117,7 @@ class Bridged(LanguageModel):
                 "config.model.augment"
             )
         _check_members(config, members)
-        # MLPs that skip tokens whose mask is 0 have no gradient, which bridges need.
-        settings = {"dropout.attention.skip_tile": 0}
-        anchor, *augment = (m.clone(config=replaced(m.config, settings)) for m in members)
+        anchor, *augment = members
         return cls(config, vocab_size, dtype, anchor_model=anchor, augment_models=tuple(augment))
 
     @property

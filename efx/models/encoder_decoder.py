@@ -92,7 +92,6 @@ class EncoderDecoderConfig(ModelConfig):
             output_positions=self.output_positions or ("none" if rope else "subtract"),
             attention=self.attention.resolved(self.width, rope, self.mup, self.use_bias),
             mlp=self.mlp.resolved(max(self.depth, self.num_encoder_blocks), "gelu"),
-            dropout=self.dropout.resolved(self.width, self.attention.num_heads),
         )
 
     @property

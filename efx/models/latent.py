@@ -136,7 +136,6 @@ class LatentConfig(ModelConfig):
             mlp=self.mlp.resolved(self.depth, "gelu"),
             **{name: n if isinstance(n, tuple) else (n,) * levels for name, n in counts.items()},
         )
-        result.dropout.resolved(self.width, result.attention.num_heads)
         result._check_levels(levels)
         result._check_widths()
         check_stack(result, self.depth)
@@ -163,16 +162,13 @@ class LatentConfig(ModelConfig):
             self.refuse("level_heads", f"expected {levels} numbers, one for each of level_widths")
 
     def _check_widths(self):
-        attention, masks = self.attention, self.dropout.attention
+        attention = self.attention
         for width, heads in zip(self.level_widths, self.heads, strict=False):
-            divisors = {"the head width of the latent stack": attention.head_dim}
+            divisor, name = attention.head_dim, "the head width of the latent stack"
             if self.level_heads:
-                divisors = {"its level_heads": heads}
-            if self.dropout.kind == "attention" and masks.num_heads:
-                divisors[f"{masks.where}.num_heads"] = masks.num_heads
-            for name, divisor in divisors.items():
-                if width % divisor:
-                    self.refuse("level_widths", f"{width} is not divisible by {divisor}, {name}")
+                divisor, name = heads, "its level_heads"
+            if width % divisor:
+                self.refuse("level_widths", f"{width} is not divisible by {divisor}, {name}")
             if attention.rope_theta:
                 where = f"config.model.level_widths={self.level_widths}"
                 attention.check_rotary(width // heads, where)
@@ -245,9 +241,8 @@ class LatentConfig(ModelConfig):
         num_blocks = self.depth_routing.effective_depth(self.depth)
         num_blocks += compression_blocks * len(self.latents)
         num_blocks += sum(sum(getattr(self, name)) for name in BLOCK_COUNTS)
-        dropout = self.dropout.resolved(width, self.heads[level])
         std_out = std / (2 * num_blocks) ** 0.5
-        b = self.block(width=width, dropout=dropout, std=std, std_out=std_out, dtype=dtype)
+        b = self.block(width=width, std=std, std_out=std_out, dtype=dtype)
         return dataclasses.replace(b, context=context)
 
 

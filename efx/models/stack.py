@@ -20,7 +20,7 @@ from efx.routing.mod import MoDBlock
 from efx.routing.recursion import RecursionStep, SharedBlocks, recursion_steps
 
 # Collections with a leading axis of layers in a scanned stack.
-_SCANNED = "params", "cache", "losses", "stats", "means", "masks", "state"
+_SCANNED = "params", "cache", "losses", "stats", "means", "state"
 
 _keeps_selections = jax.checkpoint_policies.save_only_these_names(selection.SELECTION)
 
