@@ -398,6 +398,7 @@ class BlockConfig:
       router_scale: factor on the initial values of routers.
       moe: a Mixture of Experts in place of the MLP, or None.
       soft: the block is a `soft_experts.SoftBlock`, or None.
+      order: the attentions, "self" and "cross". cross: settings of the latter, or None.
     """
 
     kind: str
@@ -416,6 +417,8 @@ class BlockConfig:
     router_scale: float = 1.0
     moe: MoEConfig | None = None
     soft: SoftExpertsConfig | None = None
+    order: tuple[str, ...] = ("self",)
+    cross: AttentionConfig | None = None
 
 
 def block_in_stack(b, c, index):

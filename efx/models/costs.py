@@ -1,5 +1,7 @@
 """Nominal FLOPs of blocks for one sequence, by component; conventions: `efx.layers.flops`."""
 
+import dataclasses
+
 from efx.layers import flops
 from efx.layers.report import Report
 from efx.routing.decisions import DECISIONS
@@ -80,6 +82,18 @@ def stack_flops(specs, length, mode, measured=None):
     )
 
 
+def attentions(spec):
+    """[(the block of an attention, whether its keys are those of all tokens and not only of routed
+    ones)] of a `LayerSpec`."""
+    found, sees_all = [], spec.routing is not None and spec.routing.kv_for_skipped
+    for b in spec.blocks:
+        if "self" in b.order:
+            found.append((b, sees_all))
+        if b.cross is not None:
+            found.append((dataclasses.replace(b, attention=b.cross), True))
+    return found
+
+
 def _layer_flops(spec, length, mode, measured):
     """measured: (fraction of the tokens, fraction of the causal pairs) that were routed, or None:
     the slots of a routed block are full."""
@@ -98,7 +112,7 @@ def _layer_flops(spec, length, mode, measured):
             pairs = flops.thinned_pairs(tokens, length, window)
         pairs_with_all = all_pairs * tokens / length
     attends_all = r is not None and r.target == "mlp"
-    for b, sees_all in () if r is not None and r.target == "mlp_only" else spec.attentions:
+    for b, sees_all in () if r is not None and r.target == "mlp_only" else attentions(spec):
         if attends_all:
             queries, keys, counted, masked = length, length, all_pairs, all_pairs
         else:

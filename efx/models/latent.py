@@ -289,7 +289,7 @@ class LevelBlocks(nn.Module):
             x = self._sequences(kind, memory, x_BSD, calls)
             sequence_calls[kind] = with_mask_input(mask_input, x, sequence_calls[kind])
         for i, (kind, number) in enumerate(self.runs):
-            specs, count = (LayerSpec(blocks[kind]),) * number, memory[kind].shape[-2]
+            specs, count = (LayerSpec((blocks[kind],)),) * number, memory[kind].shape[-2]
             stack = Stack(specs, False, c.remat, name=f"{kind}_{i}")
             x = self._sequences(kind, memory, x_BSD, calls)
             y = run_layers(stack, x, sequence_calls[kind])
@@ -324,7 +324,7 @@ class Compress(Block):
         b, c = self.config, self.model
         self.residual = make_projection(b, c.widths[self.level - 1])
         self.mask_input = learned_dropout.make_mask_input(b)
-        self.blocks = Stack((LayerSpec(b),) * (c.compression_blocks - 1), False, c.remat)
+        self.blocks = Stack((LayerSpec((b,)),) * (c.compression_blocks - 1), False, c.remat)
 
     def __call__(self, x_BSD, fine, coarse):
         """`fine`, `coarse`: `LevelCalls` of levels i - 1 and i."""

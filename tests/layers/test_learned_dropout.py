@@ -349,7 +349,7 @@ def test_routed_masks_read_the_mask_input_of_routed_tokens():
     @families.jit
     def delta(e_BTD):
         part = Call(jnp.asarray(routed)[None], mask_input_BTD=e_BTD)
-        return Block(spec.block).apply({"params": inner}, x_BTD[:, routed], part)
+        return Block(spec.blocks[0]).apply({"params": inner}, x_BTD[:, routed], part)
 
     delta_BTD = np.asarray(delta(e_BTD[:, routed]))
     expected_BTD = np.array(x_BTD)
