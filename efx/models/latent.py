@@ -73,7 +73,6 @@ class LatentLossConfig:
     """The loss `latent_prediction` of the next latent of the stack, see `LatentPrediction`."""
 
     kind: Literal["none", "cosine"] = "none"
-    target_gradient: bool = False  # the predicted latent gets a gradient too
 
 
 @block("config.model")
@@ -531,18 +530,15 @@ class LatentPrediction(nn.Module):
     coefficient must be small.
     """
 
-    config: LatentLossConfig
     std: float
     dtype: jnp.dtype
 
     @nn.compact
     def __call__(self, x_BSD, segment_ids_BS):
         """segment_ids_BS: documents; 0: padding."""
-        c, axes = self.config, ("embed", "heads")
+        axes = "embed", "heads"
         linear = Linear(x_BSD.shape[-1], axes, self.std, dtype=self.dtype, name="predict")
-        predicted_BTD, target_BTD = linear(x_BSD[:, :-1]), x_BSD[:, 1:]
-        if not c.target_gradient:
-            target_BTD = jax.lax.stop_gradient(target_BTD)
+        predicted_BTD, target_BTD = linear(x_BSD[:, :-1]), jax.lax.stop_gradient(x_BSD[:, 1:])
         cosine_BTD = norms.l2_normalize(predicted_BTD) * norms.l2_normalize(target_BTD)
         loss_BT = 1.0 - jnp.sum(cosine_BTD, axis=-1)
         before_BT, after_BT = segment_ids_BS[:, :-1], segment_ids_BS[:, 1:]
@@ -588,7 +584,7 @@ class Latent(LanguageModel):
         self.mask_input = learned_dropout.make_mask_input(b)
         self.layers = Stack(self.specs(), c.scan_layers, c.remat, c.dense_former)
         if c.latent_loss.kind != "none":
-            self.prediction = LatentPrediction(c.latent_loss, b.std, self.dtype)
+            self.prediction = LatentPrediction(b.std, self.dtype)
         self.decoder = [DecoderLevel(c, i, self.dtype) for i in levels]
         self.norm_final = norms.RMSNorm(c.norm_eps, dtype=self.dtype)
         if not c.tied:

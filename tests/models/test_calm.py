@@ -30,15 +30,13 @@ CASES = {
     "streams_read": (STREAMS, DECODER),
     "adapted_mod_reads": ({**MOD, **MLP}, {**DECODER, **LORA}),
 }
-# Of the bridges of a case.
-OPTIONS = {"streams_read": {"qk_norm": "width", "window": 9, "softcap": 5.0}}
 every_case = pytest.mark.parametrize("name", families.rows(CASES, {"adapted_mod_reads"}))
 
 
 @functools.cache
 def case(name):
     """(model, its variables)"""
-    model = families.bridge(*CASES[name], **OPTIONS.get(name, {}))
+    model = families.bridge(*CASES[name])
     return model, {"params": families.random_params(model), **families.random_state(model)}
 
 
@@ -100,8 +98,7 @@ def test_forward_is_the_formula():
     """Two pairs of layers, evenly spaced, of each of two models: layer by layer against numpy's
     cross-attention."""
     members = {}, {"width": 24, "attention.num_heads": 2}, {"width": 40, "depth": 5}
-    masks = {"window": 9, "softcap": 2.0}
-    model = families.bridge(*members, num_heads=4, qk_norm="head", **masks)
+    model = families.bridge(*members, num_heads=4)
     params = jax.device_get(families.random_params(model))
     wide = jax.tree.map(np.float64, params)
     tokens_BT = families.tokens(batch=1)
@@ -116,7 +113,7 @@ def test_forward_is_the_formula():
         for a, layer in enumerate(layers):
             p = wide[f"bridges_{2 * a + pair}"]
             context = states[a][layer] @ p["project"]["kernel"]
-            added = added + attention(h_TD, context, p["attention"], 4, **masks)
+            added = added + attention(h_TD, context, p["attention"], 4)
         return h_TD + added
 
     anchor = params["anchor_model"]
@@ -163,10 +160,9 @@ def test_the_ledger_is_what_is_executed(name):
     """Without padding of the vocabulary, and with attention that visits no masked key; bridges
     visit 10 tokens as one chunk."""
     members = [each | {"attention.chunk": 1, "vocab_multiple": 1} for each in CASES[name]]
-    options = OPTIONS.get(name, {})
-    model = families.bridge(*members, **options)
+    model = families.bridge(*members)
     bridges = (len(members) - 1) * model.config.pairs
-    unseen = 10 * 10 - flops.causal_pairs(10, options.get("window", 0))
+    unseen = 10 * 10 - flops.causal_pairs(10)
     hidden = bridges * flops.attention_scores(unseen, 1, model.anchor_model.config.width)
     assert flops.executed(model, 10) == sum(model.ledger(10).nominal.values()) + hidden
 
