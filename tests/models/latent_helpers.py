@@ -15,12 +15,6 @@ LEVELS = {
     3: _levels(8, (4, 2, 1), (8, 8, 12), (2, 1, 2)),
 }
 SMALL = {"family": "latent", "width": 16, "attention.num_heads": 2, "depth": 1, "positions": "both"}
-MEMORY = {
-    "none": {},
-    "local": {"memory_local": 2},
-    "global": {"memory_global": 1},
-    "both": {"memory_local": 1, "memory_global": 2},
-}
 FEW = {"encoder_global": 0, "decoder_local": 0}  # fewer blocks compile faster
 NONE = {**FEW, "encoder_local": 0, "decoder_global": 0}
 MOD = {
