@@ -221,20 +221,6 @@ def test_as_many_tokens_overflow_in_decoding_as_in_a_full_pass(name):
     assert sum(decoding.values()) > 0
 
 
-@pytest.mark.slow
-def test_every_choice_is_admitted_or_overflows():
-    """One row token by token, where some tokens overflow; then several rows."""
-    for length_B, size in ((np.array([CONTEXT]), 1), (LENGTHS, 5)):
-        cache = decoded("moe", size, length_B)
-        spec, overflow = build("moe")[0].specs()[0], 0
-        for layer in cache["layers"].values():
-            assert layer["mlp"]["admitted"].max() <= spec.blocks[0].moe.slots(CONTEXT, "causal")
-            admitted_B = np.asarray(layer["mlp"]["admitted"]).sum(axis=1)
-            np.testing.assert_array_equal(admitted_B + layer["mlp"]["overflow"], 2 * length_B)
-            overflow += np.sum(layer["mlp"]["overflow"])
-        assert overflow > 0
-
-
 # ---- skipped work ----------------------------------------------------------------------
 
 LATENT = {
@@ -324,23 +310,6 @@ def test_a_skipped_block_does_not_run():
             assert after["attention"]["used"][0] == before["attention"]["used"][0] + 1
     assert 3 < skipped < CONTEXT - 3
     np.testing.assert_allclose(logits, forward("mod")[0][0], atol=1e-4)
-
-
-@pytest.mark.slow
-def test_a_skipped_recursion_step_does_not_run():
-    """A step runs for its survivors only, the next never for others."""
-    cache, ran_both = models.init_cache(build("recursion")[0], 1, CONTEXT), 0
-    for arguments in one_row():
-        before = cache["layers"]
-        (_, cache), ran = counting_decoder("recursion")(cache, *arguments)
-        first, second = (
-            int(cache["layers"][name]["admitted"][0] - before[name]["admitted"][0])
-            for name in ("recursion_1", "recursion_2")
-        )
-        assert second <= first
-        assert [name for name, _ in ran].count("block_1") == 1 + first + second
-        ran_both += second
-    assert ran_both > 0
 
 
 def test_compacted_rows_are_as_if_alone():

@@ -65,13 +65,6 @@ def test_gradients_are_summed_in_float32(name):
             assert summed.dtype != jnp.bfloat16 or result.size == summed.size, where
 
 
-@every_row(default=Grain.NONE, whole=Grain.ONE)
-def test_jit_is_no_jit(name):
-    model, arguments = families.build(name), (families.variables_of(name), families.tokens(batch=2))
-    apply = functools.partial(model.apply, rngs=families.keys())
-    np.testing.assert_allclose(apply(*arguments), families.jit(apply)(*arguments), atol=2e-5)
-
-
 def changes_of_earlier_logits(compute_logits):
     """[(k, largest change of a logit at 0..k when token k + 1 changes)], where it is not 0."""
     tokens_BT, place_T, found = families.tokens(), np.arange(LENGTH), []

@@ -257,32 +257,3 @@ def test_blocks_select_types_by_their_seeds():
 def test_latents_have_no_ids():
     changes = {**CHANGES, **LATENT, "depth_routing.score": "token_hash"}
     refused(lambda: families.make(changes), "score='token_hash'", "family='latent'")
-
-
-# ---- recursion ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", CONTROLS)
-def test_a_control_selects_among_the_tokens_of_the_previous_step(name):
-    changes = {
-        **CHANGES,
-        "depth": 3,
-        "depth_routing.kind": "recursion",
-        "depth_routing.recursions": 3,
-        "depth_routing.capacity": (1.0, 0.5, 0.25),
-        "depth_routing.score": name,
-        "depth_routing.gate": "one",
-    }
-    model = families.make(changes).clone(selection="train")
-    variables = {"params": families.random_params(model), **families.random_state(model)}
-    _, sown = families.jit(
-        lambda: model.apply(
-            variables, families.tokens(batch=2), rngs=families.keys(), mutable=["choices"]
-        )
-    )()
-    steps = [sown["choices"]["layers"][f"recursion_{i}"]["routed"][0].value for i in (1, 2)]
-    first_BT, second_BT = map(np.asarray, steps)
-    assert np.all(first_BT | ~second_BT)
-    assert np.all(first_BT.sum(1) == 16) and np.all(second_BT.sum(1) == 8)
-    if name == "position":
-        np.testing.assert_array_equal(np.flatnonzero(second_BT[0]), np.arange(0, 32, 4))

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import logging
 import math
-import re
 
 import families
 import jax
@@ -244,20 +243,6 @@ def test_the_router_learns_from_the_main_loss_unless_weights_are_one(caplog):
         assert learns == (not warned) == ((top_k, renormalise) != (1, True))
 
 
-@pytest.mark.parametrize("router", ["token_choice", "expert_choice"])
-def test_sums_do_not_depend_on_the_order_of_a_scatter(router):
-    """No two updates of a scatter have the same index."""
-    module, params = layer(router=router)
-    call = Call(np.arange(T)[None], selection="train")
-
-    def loss(params, x_BTD):
-        return jnp.sum(module.apply({"params": params}, x_BTD, call) ** 2)
-
-    traced = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(params, inputs())
-    scatters = [e for e in families.equations(traced.jaxpr) if "scatter" in e.primitive.name]
-    assert scatters and all(each.params["unique_indices"] for each in scatters)
-
-
 def test_largest_indices_are_those_of_a_stable_sort():
     scores = np.float32(np.random.default_rng(0).integers(0, 3, (50, 6)))
     for count in (1, 3, 6):
@@ -311,37 +296,6 @@ def test_a_sum_of_experts_in_bfloat16_is_rounded_once(router, rows, calls):
 # ---- in a model --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"mlp.moe.num_experts": 8, "mlp.moe.num_shared": 1, "mlp.moe.capacity_factor": 0.5},
-        {"mlp.moe.router": "expert_choice", "mlp.moe.capacity": 0.2, "mlp.moe.slack": 1.0},
-    ],
-)
-def test_logits_of_a_prefix_depend_on_its_tokens_alone(changes):
-    """Not on the row's length, batch mates, the size of the cache or the chunks of the prompt.
-    Parameters are N(0, 0.2^2), and experts drop tokens."""
-    changes = {"mlp.kind": "moe", "mlp.moe.num_experts": 4, "mlp.moe.expert_hidden": 24, **changes}
-    model, prefix = families.make(changes, context=96), 40
-    params, tokens_BT = families.random_params(model), families.tokens(batch=3, length=96)
-    forward = families.jit(lambda tokens_BT: model.apply({"params": params}, tokens_BT))
-    long_BTV = np.asarray(forward(tokens_BT))[:, :prefix]
-
-    def assert_equal(logits_BTV, rows=slice(None)):
-        np.testing.assert_allclose(logits_BTV, long_BTV[rows], atol=1e-4)
-
-    assert_equal(forward(tokens_BT[:, :prefix]))
-    assert_equal(forward(tokens_BT[1:2, :prefix]), slice(1, 2))
-    for batch, cache_size, chunk in [(1, 96, 1), (3, 48, 16)]:
-        cache = models.init_cache(model, batch, cache_size)
-        ends_B = np.full(batch, prefix)
-        calls = families.chunks(ends_B, ends_B, chunk)
-        step = families.decoder(model, {"params": params}, cache_size)
-        logits_BTV, cache = families.read(step, cache, tokens_BT[:batch, :prefix], calls)
-        assert_equal(logits_BTV, slice(batch))
-        assert all(np.all(block["mlp"]["overflow"] > 0) for block in cache["layers"].values())
-
-
 def test_every_second_block():
     model = families.make({"mlp.kind": "moe", "mlp.moe.every": 2, "depth": 4})
     assert [spec.blocks[0].moe is not None for spec in model.specs()] == [False, True, False, True]
@@ -364,23 +318,6 @@ def test_experts_are_split_over_their_axis():
     refused(
         lambda: sharding.tree_shardings(boxed, mesh, sharding.DEFAULT_RULES), "experts/down/kernel"
     )
-
-
-@pytest.mark.parametrize("router", ["token_choice", "expert_choice"])
-def test_no_device_gathers_the_rows_of_others(router):
-    """Each routes its own rows; `jax.lax.top_k` would gather the logits of all."""
-    module, params = layer(router=router)
-    x_BTD, call = np.zeros((8, T, D), np.float32), Call(np.arange(T)[None], selection="train")
-    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | dict(data=8))
-
-    def loss(params, x_BTD):
-        return jnp.sum(module.apply({"params": params}, x_BTD, call) ** 2)
-
-    rows = None, sharding.batch_sharding(mesh, sharding.DEFAULT_RULES)
-    with sharding.use(mesh, sharding.DEFAULT_RULES):
-        gradient = jax.jit(jax.grad(loss), in_shardings=rows)
-        text = gradient.lower(params, x_BTD).compile().as_text()
-    assert "all-reduce" in text and not re.search(r"all-gather|all-to-all", text)
 
 
 def test_remat_does_not_exchange_tokens_again():

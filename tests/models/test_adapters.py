@@ -133,30 +133,6 @@ def test_statistics_do_not_count_tokens_of_packed_rows_beyond_the_slots():
     assert sown["adapter/overflow_fraction"] == pytest.approx(1 - computed / selected_BE.sum())
 
 
-@pytest.mark.parametrize("site", [".*/up", "decoder_input"])
-def test_included_experts_do_not_depend_on_row_length_cache_or_chunks(site):
-    chunk, cache_size = 7, 80
-    changes = SITE | {f"adapter.{k}": v for k, v in INCLUSION.items()}
-    if site == "decoder_input":
-        changes |= STREAMS | {"adapter.sites": site}
-    model = families.make(changes, context=80)
-    variables = {"params": families.random_params(model)}
-    tokens_BT = families.tokens(batch=ROWS, length=LENGTH)
-    run, full_B = families.jit(model.apply), np.full(ROWS, LENGTH)
-    logits_BTV = run(variables, tokens_BT)
-    prefix_BTV = run(variables, tokens_BT[:, :17])
-    np.testing.assert_allclose(prefix_BTV, logits_BTV[:, :17], atol=2e-5)
-    decoded_BTV, cache = families.read(
-        families.decoder(model, variables, cache_size),
-        models.init_cache(model, ROWS, cache_size),
-        tokens_BT,
-        families.chunks(full_B, full_B, chunk),
-    )
-    np.testing.assert_allclose(decoded_BTV, logits_BTV, atol=2e-5)
-    (admitted_BE,) = (x for path, x in flatten_dict(cache).items() if path[-1] == "admitted")
-    assert np.max(admitted_BE) == math.ceil(CAPACITY * SLACK * LENGTH) + 4, "the limit is reached"
-
-
 def test_inclusion_is_deterministic_and_sums_over_experts_in_float32():
     """Scatters have unique indices; the gradient of a bfloat16 input is summed in float32."""
     adapter, params, x_BTD = adapter_of(jnp.bfloat16, **INCLUSION)

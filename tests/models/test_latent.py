@@ -165,34 +165,6 @@ def test_the_learned_weight_of_skip_connections_is_float32():
     assert np.any(run(params) != half)
 
 
-# ---- causality ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "compression, upsampling, levels, shorter",  # ends after a group or inside one
-    [
-        ("transformer", "attention", 1, 7),
-        ("perceiver", "repeat", 3, 2),
-        pytest.param("perceiver", "attention", 2, 16, marks=pytest.mark.slow),
-        pytest.param("transformer", "repeat", 2, 17, marks=pytest.mark.slow),
-    ],
-)
-def test_causal_in_every_combination(compression, upsampling, levels, shorter):
-    """Row t has other tokens after position t; logits do not depend on the row's length."""
-    changes = {"compression": compression, "upsampling": upsampling, **FEW}
-    model = make(changes, levels)
-    params, length = families.random_params(model), 3 * model.config.group_size - 3
-    tokens_T = np.asarray(families.tokens(batch=1, length=length))[0]
-    later_BT = np.arange(length)[None] > np.arange(length)[:, None]
-    others_BT = np.where(later_BT, (tokens_T + 1)[None] % VOCAB, tokens_T[None])
-    logits = apply(model, params, np.concatenate([tokens_T[None], others_BT]))
-    moved_BT = np.abs(logits[1:] - logits[:1]).max(axis=-1)
-    assert moved_BT[~later_BT].max() < 1e-5
-    assert moved_BT[later_BT].min() > 1e-3  # each later logit does depend on these tokens
-    alone = apply(model, params, tokens_T[None, :shorter])
-    np.testing.assert_allclose(alone[0], logits[0, :shorter], atol=1e-5)
-
-
 # ---- documents and positions -------------------------------------------------------------------
 
 
@@ -248,23 +220,6 @@ def test_rows_may_be_longer_than_the_context_without_a_table():
 
 
 # ---- decoding ----------------------------------------------------------------------------------
-
-
-def test_decoding_rows_of_different_lengths():
-    """Three levels: a padded prefill in calls that end inside groups, then token by token."""
-    size, chunk = 40, 12
-    changes = {"upsampling": "attention", "positions": "rope", "skip": "lerp"}
-    model = make({**changes, **FEW}, levels=3, context=size)
-    variables, tokens_BT = {"params": families.random_params(model)}, families.tokens(0, 3, size)
-    expected_BTV = apply(model, variables["params"], tokens_BT)
-    calls = [(chunk, np.array(new_B)) for new_B in ([12, 4, 1], [5, 0, 0], [6, 0, 12])]
-    calls += [(chunk, np.ones(3, int))] * 10
-    cache, step = models.init_cache(model, 3, size), families.decoder(model, variables, size)
-    logits_BTV, _ = families.read(step, cache, tokens_BT, calls)
-    for b, length in enumerate((33, 14, 23)):
-        assert np.isnan(logits_BTV[b, length:]).all()
-        found_TV, expected_TV = logits_BTV[b, :length], expected_BTV[b, :length]
-        np.testing.assert_allclose(found_TV, expected_TV, atol=1e-4)
 
 
 def test_decoding_does_not_read_the_stack_before_the_first_latent():
