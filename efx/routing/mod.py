@@ -84,7 +84,7 @@ class MoDBlock(nn.Module):
         self.sow("intermediates", "router_logits", score_BT)
         real_BT = call.real(len(x_BTD))
         valid_BT = real_BT if call.selectable_BT is None else real_BT & call.selectable_BT
-        decision = call.selection if call.selection in c.trained_decisions else c.causal
+        decision = call.selection if call.selection in c.trained_decisions else c.causal_decision
         if call.decode:
             selected_BT, count_BT = self._select_new(decision, input_BTD, score_BT, valid_BT, call)
         else:
@@ -143,7 +143,7 @@ class MoDBlock(nn.Module):
             eligible_BT = (logit_BT > 0) & valid_BT
             admitted[name] = self._admit(eligible_BT, call)
             if batch_means.wanted(self):
-                loss, prefix = DECISIONS[name].loss, "router" if name == c.causal else name
+                loss, prefix = DECISIONS[name].loss, "router" if name == c.causal_decision else name
                 if name == "aux_loss" and not c.bce_reaches_input:
                     # This loss must not train the layers below the router.
                     logit_BT = self.scorer(jax.lax.stop_gradient(x_BTD), call)

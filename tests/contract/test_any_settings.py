@@ -63,12 +63,16 @@ def routing(draw, depth, recursion, by_type=True, further=0):
         draw, "depth_routing.",
         gate=["identity", "sigmoid", "tanh", "twice_sigmoid", "one"],
         score=scores, train_selection=["topk", "topk", "threshold"],
-        causal=["aux_loss", "predictor", "threshold"], also_train=[(), ("threshold", "predictor")],
+        causal_decision=["aux_loss", "predictor", "threshold"],
+        extra_decisions=[(), ("threshold", "predictor")],
         predictor_hidden=[0, 5], slack=[1.0, 1.3, 2.0],
         kv_for_skipped=[False, True], skip_mlp=[0, 8],
     )  # fmt: skip
-    if changes["depth_routing.score"] != "router" and changes["depth_routing.causal"] == "aux_loss":
-        changes["depth_routing.causal"] = "threshold"  # which needs no parameters
+    if (
+        changes["depth_routing.score"] != "router"
+        and changes["depth_routing.causal_decision"] == "aux_loss"
+    ):
+        changes["depth_routing.causal_decision"] = "threshold"  # which needs no parameters
     if kind == "mod":
         targets = ["block", "block", "attention", "mlp", "mlp_only"]
         changes |= pick(draw, "depth_routing.", target=targets)

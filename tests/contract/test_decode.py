@@ -24,7 +24,7 @@ LENGTHS = np.array([24, 17, 6, 1])  # tokens of the rows of a batch
 ROUTED = {
     "depth_routing.kind": "mod",
     "depth_routing.gate": "identity",
-    "depth_routing.causal": "aux_loss",
+    "depth_routing.causal_decision": "aux_loss",
 }
 CONTEXT_OF_SKIPPED = {"depth_routing.kv_for_skipped": True, "depth_routing.capacity": 0.3}
 EXPERTS = {"mlp.kind": "moe", "mlp.moe.num_experts": 4, "mlp.moe.expert_hidden": 24}
@@ -240,7 +240,7 @@ LATENT = {
         # Keys of skipped tokens cost two products, and every other matrix is applied once.
         ({**ROUTED, "depth_routing.kv_for_skipped": True, "depth_routing.skip_mlp": 8}, 0),
         # This attends to a block of slots at a time, and may have fewer tokens.
-        ({**ROUTED, "depth_routing.causal": "predictor", "soft_experts.num": 2}, 0.05),
+        ({**ROUTED, "depth_routing.causal_decision": "predictor", "soft_experts.num": 2}, 0.05),
         # All positions of a group are attended to at once.
         ({**LATENT, **ROUTED, "compression": "transformer", "upsampling": "attention"}, 0.3),
     ],

@@ -52,7 +52,7 @@ def test_a_document_does_not_change_the_next_in_training(name):
 
 @pytest.mark.slow
 def test_a_document_does_not_change_the_next_through_a_bridge():
-    routed = {"depth_routing.kind": "mod", "depth_routing.causal": "aux_loss"}
+    routed = {"depth_routing.kind": "mod", "depth_routing.causal_decision": "aux_loss"}
     model = families.bridge(routed, FAMILIES["moe"].changes)
     assert_first_document_alone_moves(model, None, rows=3)
 

@@ -176,8 +176,8 @@ def test_what_decides_is_counted_by_hand():
         more = {f"depth_routing.{name}": value for name, value in more.items()}
         return families.make({**changes, **more}).ledger(8).nominal["router"]
 
-    assert routers(causal="threshold") == 2 * 8 * 16
-    assert routers(causal="predictor", predictor_hidden=4) == 2 * 8 * (16 + 16 * 4 + 4)
+    assert routers(causal_decision="threshold") == 2 * 8 * 16
+    assert routers(causal_decision="predictor", predictor_hidden=4) == 2 * 8 * (16 + 16 * 4 + 4)
     assert routers(score="position") == 0
 
 
@@ -310,7 +310,7 @@ def test_frozen_parameters_cost_the_gradients_that_are_computed():
 TRAINED = {
     "routers": ({**WIDE["mod"], "depth": 4}, parameters.params_pattern()),
     "predictor": (
-        {**WIDE["mod"], "depth_routing.causal": "predictor"},
+        {**WIDE["mod"], "depth_routing.causal_decision": "predictor"},
         parameters.params_pattern("predictor"),
     ),
     "adapters": ({"adapter.kind": "lora", "adapter.rank": 64}, ".*/adapter/.*"),

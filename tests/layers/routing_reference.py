@@ -22,7 +22,7 @@ OPTIONS = {
     "depth_routing.kind": "mod",
     "depth_routing.every": 1,
     "depth_routing.capacity": 0.5,
-    "depth_routing.causal": "aux_loss",
+    "depth_routing.causal_decision": "aux_loss",
 }
 GATES = {
     "identity": lambda r: r,

@@ -43,7 +43,7 @@ def test_health_of_a_routed_block_by_hand(gate):
 
 
 def test_a_negative_gate_is_not_a_closed_one():
-    module, p = layer(depth_routing__gate="identity", depth_routing__causal="threshold")
+    module, p = layer(depth_routing__gate="identity", depth_routing__causal_decision="threshold")
     x_BTD = activations() - 9 * p["router"].astype(np.float32)
     state = {"threshold": {"quantile": np.float32(-99), "steps": np.int32(99)}}
     sown = run(module, p, x_BTD, selection="causal", state={"state": state})[1]

@@ -23,7 +23,7 @@ MODE = {
     "mlp.moe.num_experts": 4,
     "depth_routing.kind": "mod",
     "depth_routing.every": 1,
-    "depth_routing.also_train": ("predictor",),
+    "depth_routing.extra_decisions": ("predictor",),
 }
 ADAPTERS = {
     "adapter.kind": "lora",
@@ -237,7 +237,7 @@ STUDIES = {  # learning rate, changes of the model, measured modules
     "mode": (
         1e-2,
         "attention.num_heads=2 mlp.moe.num_experts=2 depth_routing.every=1"
-        " depth_routing.causal=predictor",
+        " depth_routing.causal_decision=predictor",
         "layers/block_0 layers/block_0/mlp/router_logits layers/block_0/predictor/logits"
         " layers/block_0/router_logits logits",
     ),

@@ -91,7 +91,7 @@ def test_one_token_fewer_than_the_capacity():
 def test_predictor_fed_the_output_of_the_block():
     """The predictor does not depend on the block that it decides about, which it could not save
     otherwise; it reads through a stopped gradient. The defect: it reads the block's output."""
-    module, p = layer(depth_routing__causal="predictor")
+    module, p = layer(depth_routing__causal_decision="predictor")
     x_BTD = activations()
     other = {**p, "mlp": jax.tree.map(np.negative, p["mlp"])}
     first, second = (run(module, each, x_BTD)[1]["predictor_bce"] for each in (p, other))

@@ -184,7 +184,7 @@ def test_packed_documents_and_the_gradient_are_the_formulas():
 def test_full_capacity_and_gate_one_is_the_dense_model(preset, dtype):
     """Bit for bit, where the compiler rounds as the program says: fused loops may round less. With
     selection="off" a model is the one without its routed blocks."""
-    changes = {"kind": "mod", "capacity": 1.0, "gate": "one", "causal": "aux_loss"}
+    changes = {"kind": "mod", "capacity": 1.0, "gate": "one", "causal_decision": "aux_loss"}
     routed = families.make({"preset": preset, **families.dotted({"depth_routing": changes})}, dtype)
     kind = dataclasses.replace(routed.config.depth_routing, kind="none")
     dense = models.changed(routed, depth_routing=kind)
@@ -333,11 +333,15 @@ def test_the_gate_trains_the_router(gate, reaches):
     assert np.any(np.asarray(grads["router"]) != 0) == reaches
 
 
-@pytest.mark.parametrize("also_train, trained", [(("threshold",), False), (("aux_loss",), True)])
-def test_a_router_that_nothing_trains_is_warned_of(also_train, trained, caplog):
+@pytest.mark.parametrize(
+    "extra_decisions, trained", [(("threshold",), False), (("aux_loss",), True)]
+)
+def test_a_router_that_nothing_trains_is_warned_of(extra_decisions, trained, caplog):
     """With a gate of 1 only the loss of `aux_loss` reaches it."""
     warn_if_router_is_untrained.cache_clear()
-    routing = dict(kind="mod", gate="one", causal="predictor", also_train=also_train)
+    routing = dict(
+        kind="mod", gate="one", causal_decision="predictor", extra_decisions=extra_decisions
+    )
     families.make(families.dotted({"depth_routing": routing}))
     assert ("gate='one'" in caplog.text) != trained
 

@@ -21,7 +21,7 @@ MOD = {
     "depth_routing.kind": "mod",
     "depth_routing.every": 1,
     "depth_routing.capacity": 0.5,
-    "depth_routing.causal": "threshold",
+    "depth_routing.causal_decision": "threshold",
     "depth": 2,
 }
 

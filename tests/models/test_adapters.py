@@ -259,7 +259,7 @@ def text(tmp_path_factory):
     return path
 
 
-ROUTED = {"model.depth_routing.kind": "mod", "model.depth_routing.causal": "threshold"}
+ROUTED = {"model.depth_routing.kind": "mod", "model.depth_routing.causal_decision": "threshold"}
 PLAIN = {"model.depth_routing.kind": "none", "model.scan_layers": True}
 
 

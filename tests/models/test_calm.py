@@ -187,7 +187,7 @@ def test_eight_devices_are_one():
 
 OTHER = {
     "model.width": 24, "model.depth": 2, "model.attention.num_heads": 2, "model.scan_layers": True,
-    "model.depth_routing.kind": "mod", "model.depth_routing.causal": "threshold",
+    "model.depth_routing.kind": "mod", "model.depth_routing.causal_decision": "threshold",
     "model.depth_routing.every": 1, "model.depth_routing.capacity": 0.5,
     "model.vocab_multiple": 100,
 }  # fmt: skip

@@ -122,7 +122,7 @@ NORMED = {"output_positions": "subtract_norm", "use_bias": True}
 
 def routed(**changes):
     """Every block routed. A token is selected if its score is positive: 10 tokens fit."""
-    changes = dict(kind="mod", every=1, capacity=0.4, causal="aux_loss") | changes
+    changes = dict(kind="mod", every=1, capacity=0.4, causal_decision="aux_loss") | changes
     return {f"depth_routing.{name}": value for name, value in changes.items()}
 
 
