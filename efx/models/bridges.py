@@ -22,9 +22,9 @@ from efx.config.schema import Count, Modules, NonNegative, Positions, block
 from efx.errors import UsageError
 from efx.layers import batch_means, flops
 from efx.layers.attention import Attention
-from efx.layers.call import Call
 from efx.layers.config import AttentionConfig, DropoutConfig, MuPConfig
 from efx.layers.linear import Linear
+from efx.layers.token_context import TokenContext
 from efx.models.language_model import LanguageModel
 from efx.routing.config import DepthRoutingConfig
 
@@ -206,7 +206,7 @@ def intercept_layers(model, replace_output):
     """Context manager that replaces the output h [B, T, D] of each layer of a bound model.
 
     Args:
-      replace_output: (path of the layer in the model, h, its `Call`) -> the new h.
+      replace_output: (path of the layer in the model, h, its `TokenContext`) -> the new h.
     """
     paths, prefix, is_inside = layer_paths(model), "/".join((*model.path, "")), False
 
@@ -220,7 +220,7 @@ def intercept_layers(model, replace_output):
         is_inside = True
         h_BTD = next_fun(*args, **kwargs)
         is_inside = False
-        call = next(value for value in args if isinstance(value, Call))
+        call = next(value for value in args if isinstance(value, TokenContext))
         return replace_output(path.removeprefix(prefix), h_BTD, call)
 
     return nn.intercept_methods(intercept)

@@ -162,7 +162,7 @@ class DecoderBlock(blocks.Block):
             call = call.with_cache(access="both")
         if context is not None and self.kv_depends_on_block_output:
             all_BSD, all_call, index_BC = context
-            context = selection.put(all_BSD, index_BC, x_BTD), all_call
+            context = selection.scatter_set(all_BSD, index_BC, x_BTD), all_call
         return super().attention_increment(x_BTD, call, context)
 
     def _cross_attention(self, x_BTD, call):
@@ -180,7 +180,7 @@ class DecoderBlock(blocks.Block):
             return None
         y_BTD = blocks.norm_output(c, self.norm_cross, y_BTD)
         y_BTD = blocks.with_dropout(self.dropout_cross_output, y_BTD, call)
-        sow_increment(self, "cross", y_BTD, stream_BTD, call.real(len(y_BTD)), call)
+        sow_increment(self, "cross", y_BTD, stream_BTD, call.valid_mask(len(y_BTD)), call)
         return y_BTD
 
 
@@ -201,15 +201,15 @@ class TwoStreamLayer(nn.Module):
     @nn.compact
     def __call__(self, streams, call):
         (e_BTD, d_BTD), decoder = streams, self.spec.decoder
-        read_BTD = e_BTD
+        source_BTD = e_BTD
         for i, spec in enumerate(self.spec.encoder):
             e_BTD = Layer(spec, name=f"encoder_{i}")(e_BTD, call)
         if decoder is not None:
             if not self.spec.parallel:
-                read_BTD = e_BTD
+                source_BTD = e_BTD
             # Routed attention reads the encoder states of all tokens, not only of routed ones.
             routed = decoder.routing is not None and decoder.routing.routes_attention
-            call = call.replace(encoder=(read_BTD, call if routed else None))
+            call = call.replace(encoder=(source_BTD, call if routed else None))
             d_BTD = Layer(decoder, name="decoder")(d_BTD, call)
         return e_BTD, d_BTD
 
@@ -236,8 +236,8 @@ class EmbeddingLoss(nn.Module):
         a_BTD = norms.LayerNorm(**options, name="norm_embedding")(embedded_BTD)
         s_BTD = norms.LayerNorm(**options, name="norm_encoder")(jax.lax.stop_gradient(e_BTD))
         loss_BT = distance(self.kind, running_mean(a_BTD, segment_ids_BT), s_BTD)
-        real_BT = None if segment_ids_BT is None else segment_ids_BT > 0
-        batch_means.sow(self, "losses", "embedding", batch_means.over(loss_BT, real_BT))
+        valid_BT = None if segment_ids_BT is None else segment_ids_BT > 0
+        batch_means.sow(self, "losses", "embedding", batch_means.over(loss_BT, valid_BT))
 
 
 def running_mean(x_BTD, segment_ids_BT=None):
@@ -293,7 +293,7 @@ class EncoderDecoder(LanguageModel):
             streams = self.layers((x_BTD, self._start_decoder(x_BTD)), call)
         e_BTD, d_BTD = self.last(streams, call)
         has_loss = c.embedding_loss != "none" and not call.decode
-        if has_loss and (batch_means.wanted(self) or self.is_initializing()):
+        if has_loss and (batch_means.is_collecting(self) or self.is_initializing()):
             self.loss(embedded_BTD, e_BTD, call.segment_ids_BT)
         x_BTD = self.norm_final(d_BTD)
         if c.output_positions != "none":

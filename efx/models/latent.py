@@ -455,7 +455,7 @@ class DecoderLevel(nn.Module):
         x_BSD = Upsample(c, i, self.dtype, name="upsample")(y_BSD, coarse, fine)
         # The decoder sees the latents of level i through these alone.
         x, skip, call = fine.split_groups(x_BSD), fine.split_groups(skip_BSD), fine.group
-        sow_increment(self, "latent", x, skip, call.real(len(x)), call)
+        sow_increment(self, "latent", x, skip, call.valid_mask(len(x)), call)
         x_BSD = add_positions(x_BSD, table, fine)
         upsampled_BSD, joins_before = x_BSD, c.skip_joins == "before"
         if joins_before:
@@ -619,10 +619,10 @@ class Latent(LanguageModel):
         x_BSD = with_dropout(self.dropout_embedding, x_BSD, call)
         x_BSD = run_layers(self.layers, x_BSD, call)
         has_loss = c.latent_loss.kind != "none" and not call.decode
-        if has_loss and (batch_means.wanted(self) or self.is_initializing()):
+        if has_loss and (batch_means.is_collecting(self) or self.is_initializing()):
             segment_ids_BS = call.segment_ids_BT
             if segment_ids_BS is None:
-                segment_ids_BS = call.real(len(x_BSD)).astype(jnp.int32)
+                segment_ids_BS = call.valid_mask(len(x_BSD)).astype(jnp.int32)
             self.prediction(x_BSD, segment_ids_BS)
         return x_BSD
 

@@ -12,7 +12,7 @@ from flax import linen as nn
 from flax import struct
 
 from efx.layers import selection
-from efx.layers.call import Call
+from efx.layers.token_context import TokenContext
 
 
 @struct.dataclass
@@ -21,15 +21,15 @@ class LevelCalls:
 
     Attributes:
       size: P, the number of latents of a group.
-      group: `Call` whose rows are groups, [B * M, P]; decoding: of the new latents, [B, S].
-      row: `Call` whose rows are those of the batch, [1 or B, S].
+      group: `TokenContext` whose rows are groups, [B * M, P]; decoding: of the new latents, [B, S].
+      row: `TokenContext` whose rows are those of the batch, [1 or B, S].
       group_BS, offset_BS: the group of each latent, and its index there.
       start_B1: the number of latents of the row before this call.
     """
 
     size: int = struct.field(pytree_node=False)
-    group: Call
-    row: Call
+    group: TokenContext
+    row: TokenContext
     group_BS: Any
     offset_BS: Any
     start_B1: Any
@@ -109,7 +109,7 @@ def run_layers(layers, x_BSD, call):
 
 
 def with_mask_input(mask_input, x_BSD, call):
-    """The `Call` with the input of learned masks, made from x; `mask_input` may be None."""
+    """The `TokenContext` with the input of learned masks, made from x; `mask_input` may be None."""
     if mask_input is None:
         return call
     return call.replace(mask_input_BTD=run_layers(mask_input, x_BSD, call))

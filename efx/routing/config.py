@@ -164,7 +164,7 @@ class DepthRoutingConfig:
 
     @property
     def reads_token_ids(self):
-        """Whether scores depend on the ids of tokens, see `Call.token_places_BT`."""
+        """Whether scores depend on the ids of tokens, see `TokenContext.token_places_BT`."""
         return self.kind != "none" and SCORES[self.score].reads_token_ids
 
     @functools.cached_property
@@ -224,7 +224,8 @@ class DepthRoutingConfig:
         return min(1.0, capacity * self.slack)
 
     def slots(self, capacity, length, mode):
-        """C: tokens of a sequence that a routed block computes at most, in a `Call.selection`."""
+        """C: tokens of a sequence that a routed block computes at most; mode: a
+        `TokenContext.selection`."""
         if self.rule.is_exact(mode in ("train", "topk")):
             return selection.num_slots(capacity, length)
         return selection.num_causal_slots(self.causal_rate(capacity), length)

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from scipy import special
 
-from efx.layers.call import Call
 from efx.layers.selection import HEADROOM
+from efx.layers.token_context import TokenContext
 from efx.models.stack import Layer
 
 ROWS, LENGTH = 3, 16
@@ -181,7 +181,7 @@ def activations(seed=0):
 def run(module, params, x_BTD, selection="train", segments=None, positions=None, state=None):
     """(output, losses and statistics) of a layer."""
     positions = np.arange(x_BTD.shape[1])[None] if positions is None else positions
-    call = Call(positions, segments, selection=selection)
+    call = TokenContext(positions, segments, selection=selection)
     variables = {"params": jax.tree.map(np.float32, params), **(state or {})}
 
     @families.jit

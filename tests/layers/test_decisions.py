@@ -22,7 +22,7 @@ from routing_reference import (
 )
 from scipy import special
 
-from efx.layers.call import Call
+from efx.layers.token_context import TokenContext
 from efx.routing import decisions
 from efx.routing.calibrate import calibrate, reset_threshold_steps
 
@@ -107,7 +107,7 @@ def train(module):
 
     @families.jit
     def step(params, state, x_BTD, segments_BT=None):
-        call = Call(jnp.arange(LENGTH)[None], segments_BT, train=True, selection="train")
+        call = TokenContext(jnp.arange(LENGTH)[None], segments_BT, train=True, selection="train")
         variables = {"params": params, "state": state}
         out_BTD, sown = module.apply(variables, x_BTD, call, mutable=["state"])
         return out_BTD, sown["state"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from routing_reference import GATES, LENGTH, activations, layer, run
 
-from efx.layers.call import Call
+from efx.layers.token_context import TokenContext
 from efx.models.adapters import Adapter, AdapterConfig
 from efx.routing.reports import DEPTH
 from efx.train.evaluator import Passes
@@ -75,7 +75,7 @@ def test_gate_of_an_adapter_by_hand():
     module = Adapter(config, 5, ("embed", "mlp"), jnp.float32)
     segments_BT = np.ones((3, LENGTH), np.int32)
     segments_BT[1, 5:] = 0
-    call = Call(jnp.arange(LENGTH)[None], segments_BT)
+    call = TokenContext(jnp.arange(LENGTH)[None], segments_BT)
     params = module.init(jax.random.key(0), x_BTD, call)["params"]
     params["gate"] = families.constant(np.linspace(-1, 1, 32), np.float32)
     _, sown = module.apply({"params": params}, x_BTD, call, mutable=["stats"])

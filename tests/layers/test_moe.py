@@ -17,7 +17,6 @@ from scipy.special import erf, expit, softmax
 from efx import models, sampling
 from efx.configs import common
 from efx.layers import flops, selection
-from efx.layers.call import CacheView, Call
 from efx.layers.config import MoEConfig
 from efx.layers.moe import (
     MoE,
@@ -27,6 +26,7 @@ from efx.layers.moe import (
     warn_if_router_is_untrained,
 )
 from efx.layers.selection import HEADROOM
+from efx.layers.token_context import CacheView, TokenContext
 from efx.parallel import sharding
 from efx.train.evaluator import Evaluator
 
@@ -40,7 +40,7 @@ def layer(activation="swiglu", **changes):
     default = MoEConfig(num_experts=4, capacity_factor=1.0, capacity=0.3, slack=1.0)
     config = dataclasses.replace(default, **changes)
     module = MoE(F, activation, True, 0.5, 0.5, jnp.float32, config)
-    call = Call(np.arange(T)[None])
+    call = TokenContext(np.arange(T)[None])
     shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), inputs(), call))["params"]
     rng = np.random.default_rng(1)
     return module, jax.tree.map(
@@ -63,7 +63,7 @@ def compiled(module):
 def apply(module, params, selection="causal"):
     """(output, {name: loss or statistic}); invalid tokens have negative positions."""
     positions_BT = np.where(VALID_BT, np.cumsum(VALID_BT, axis=1) - 1, -1)
-    call = Call(np.int32(positions_BT), selection=selection)
+    call = TokenContext(np.int32(positions_BT), selection=selection)
     y_BTD, sown = compiled(module)(params, inputs(), call)
     sown = {path[-2].key: float(value) for path, value in jax.tree_util.tree_leaves_with_path(sown)}
     return np.asarray(y_BTD), sown
@@ -232,7 +232,7 @@ def test_the_router_learns_from_the_main_loss_unless_weights_are_one(caplog):
     warn_if_router_is_untrained.cache_clear()
     for top_k, renormalise in [(2, True), (1, False), (1, True)]:
         module, params = layer(top_k=top_k, renormalise=renormalise)
-        call = Call(np.arange(T)[None], train=True)
+        call = TokenContext(np.arange(T)[None], train=True)
 
         def loss(params, module=module, call=call):
             return jnp.sum(module.apply({"params": params}, inputs(), call) ** 2)
@@ -275,12 +275,12 @@ def test_a_sum_of_experts_in_bfloat16_is_rounded_once(router, rows, calls):
         params[mlp]["down"]["bias"] = np.float32(jnp.bfloat16(params[mlp]["down"]["bias"]))
     params["router"] = np.abs(params["router"])  # logits > 0: all experts select all tokens
     x_BTD = jnp.abs(inputs()[:rows]).astype(jnp.bfloat16)
-    exact_BTD = compiled(module)(params, x_BTD, Call(np.arange(T)[None]))[0]
+    exact_BTD = compiled(module)(params, x_BTD, TokenContext(np.arange(T)[None]))[0]
     rounded = module.clone(dtype=jnp.bfloat16)
 
     @families.jit
     def run(params, cache, x_BTD, positions_BT):
-        call = Call(positions_BT, cache=CacheView(size=T) if calls else None)
+        call = TokenContext(positions_BT, cache=CacheView(size=T) if calls else None)
         return rounded.apply({"params": params, **cache}, x_BTD, call, mutable=["cache"])
 
     cache, got = {}, []

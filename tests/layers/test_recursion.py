@@ -14,7 +14,7 @@ from routing_reference import GATES, norm, np_admit, np_layer, np_mlp, np_topk
 from efx import models
 from efx.layers import flops
 from efx.layers import selection as routing_selection
-from efx.layers.call import Call
+from efx.layers.token_context import TokenContext
 from efx.models import stack
 from efx.routing.mod import MoDBlock
 
@@ -87,7 +87,9 @@ def traced(model, params, tokens_BT, segments_BT=None):
             out_BTD = stack.Stack(model.specs(), False, "none").apply(
                 {"params": params["layers"]},
                 x_BTD,
-                Call(jnp.arange(tokens_BT.shape[1])[None], segments_BT, selection=model.selection),
+                TokenContext(
+                    jnp.arange(tokens_BT.shape[1])[None], segments_BT, selection=model.selection
+                ),
             )
         return out_BTD, list(seen)
 

@@ -26,9 +26,9 @@ from scipy import special
 
 from efx import models
 from efx.layers import selection
-from efx.layers.call import Call
 from efx.layers.config import BlockConfig
 from efx.layers.linear import dot_float32
+from efx.layers.token_context import TokenContext
 from efx.routing.config import warn_if_router_is_untrained
 from efx.routing.mod import MoDBlock
 
@@ -301,7 +301,7 @@ def gradients_of(loss, module, p, x_BTD):
     """Gradients of loss(output, losses) by the parameters and the input."""
 
     def value(params, x_BTD):
-        call = Call(jnp.arange(LENGTH)[None], selection="train")
+        call = TokenContext(jnp.arange(LENGTH)[None], selection="train")
         out_BTD, sown = module.apply({"params": params}, x_BTD, call, mutable=["losses"])
         return loss(out_BTD, sown["losses"])
 
@@ -350,7 +350,7 @@ def test_unused_slots_have_finite_gradients():
     module, p = layer()
     x_BTD = activations()
     x_BTD[2] -= 10 * p["router"] / np.sum(p["router"] ** 2)  # no token of row 2 is routed
-    call = Call(np.arange(LENGTH)[None], selection="causal")
+    call = TokenContext(np.arange(LENGTH)[None], selection="causal")
 
     def total(params, x_BTD):
         return jnp.sum(jnp.square(module.apply({"params": params}, x_BTD, call)))

@@ -21,7 +21,7 @@ from efx import checkpoint, models
 from efx.config.load import config_of_run
 from efx.configs import common, phatgoose
 from efx.interop import architectures
-from efx.layers.call import Call
+from efx.layers.token_context import TokenContext
 from efx.models.adapters import Adapter, AdapterConfig
 from efx.train import finished_run, setup, trainer
 
@@ -33,7 +33,7 @@ COMPOSED = {"experts": tuple("abcd")}
 INCLUSION = {**COMPOSED, "routing": "inclusion", "capacity": CAPACITY, "slack": SLACK}
 
 
-CALL = Call(jnp.arange(LENGTH)[None])
+CALL = TokenContext(jnp.arange(LENGTH)[None])
 
 
 def adapter_of(dtype=jnp.float32, **changes):
@@ -123,7 +123,7 @@ def test_inclusion_is_the_formula(selection):
 def test_statistics_do_not_count_tokens_of_packed_rows_beyond_the_slots():
     """Documents of one token each admit every selected token, more than there are slots."""
     segment_ids_BT = jnp.tile(1 + jnp.arange(LENGTH), (ROWS, 1))
-    call = Call(jnp.zeros_like(segment_ids_BT), segment_ids_BT)
+    call = TokenContext(jnp.zeros_like(segment_ids_BT), segment_ids_BT)
     a, x, _, sown = applied(call, **INCLUSION | {"capacity": 0.2})
     slots = math.ceil(0.2 * SLACK * LENGTH) + 4
     selected_BE = np.sum(x @ a["entrance"].T + a["entrance_bias"] > 0, axis=1)
