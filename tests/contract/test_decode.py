@@ -174,7 +174,7 @@ def test_slots_of_a_routed_block(capacity, slack, size, slots):
 
 @pytest.mark.parametrize("name, size", families.rows([("mod", 1), ("mod_full", 5)], {"mod"}))
 def test_the_cache_holds_routed_tokens_only(name, size):
-    """With their original positions, in order; refused tokens are counted."""
+    """With their original positions, in order; overflow is counted."""
     cache = decoded(name, size)
     model, variables = build(name)
     params, layers, overflow = variables["params"], forward(name)[1], 0

@@ -360,7 +360,7 @@ def test_a_step_of_one_token_runs_few_experts(batch, experts):
     assert counted - rest == rows * 3 * flops.matmul(1, 32, 24)
 
 
-def test_a_sampler_counts_choices_that_experts_drop():
+def test_a_sampler_counts_the_overflow_of_experts():
     """A router that prefers two experts, each with slots for half of the tokens."""
     model = families.make(
         {"mlp.kind": "moe", "depth": 1, "mlp.moe.num_experts": 4, "mlp.moe.capacity_factor": 1.0},
@@ -423,8 +423,8 @@ def test_evaluation_reports_experts(name):
         assert rows["eval/loss_topk"] != rows["eval/loss"] and "eval/moe/accuracy" in rows
         return
     computed = rows["eval/moe/computed_fraction"]
-    lost = rows["eval/moe/noop_fraction"] + rows["eval/moe/overflow_fraction"]
-    assert computed == pytest.approx(1 - lost, abs=1e-6)
+    not_computed = rows["eval/moe/noop_fraction"] + rows["eval/moe/overflow_fraction"]
+    assert computed == pytest.approx(1 - not_computed, abs=1e-6)
     changes = {**families.FAMILIES[name].changes, "mlp.moe.computed_fraction": computed}
     nominal = families.make(changes).ledger(config.data.seq_len).nominal_per_token
     assert rows["eval/moe/flops_per_token"] == pytest.approx(nominal)
