@@ -62,7 +62,7 @@ def level_calls(c, level, call, batch, length):
     group = call.replace(positions_BT=jnp.where(is_new_BS, offset_BS, -1))
     if call.decode:
         # A cache keeps the group with the largest number, which must not be that of padding.
-        number_BS = jnp.where(is_new_BS, 1 + group_BS, 0)
+        number_BS = jnp.where(is_new_BS, group_BS, 0)
         group = group.replace(segment_ids_BT=number_BS)
     else:
         positions_BP = jnp.tile(group.positions_BT.reshape(-1, size), (batch, 1))
