@@ -219,6 +219,7 @@ FAMILIES = {
     "dropout_elementwise_mod": _mod(
         ("predictor_bce", *PENALTIES),
         preset="gpt2",
+        attention=dict(window=9),
         depth_routing=dict(every=1, kv_for_skipped=True, **SMALL_PREDICTOR),
         dropout=dict(kind="elementwise", elementwise=dict(detach=False)),
     ),

@@ -17,6 +17,7 @@ from efx import checkpoint, models
 from efx.config.load import config_of_run
 from efx.configs import calm, common
 from efx.layers import flops
+from efx.models import bridges
 from efx.train import finished_run, setup, trainer
 
 LENGTH, BATCH, VOCAB = families.LENGTH, families.BATCH, families.VOCAB
@@ -122,6 +123,12 @@ def test_forward_is_the_formula():
     expected = rms_norm(h_TD, anchor["norm_final"]) @ anchor["head"]["kernel"][:, :VOCAB]
     result = families.jit(model.apply)({"params": params}, tokens_BT)
     np.testing.assert_allclose(result[0], expected, rtol=2e-4, atol=2e-4)
+
+
+def test_bridges_connect_the_decoder_of_two_streams():
+    streams = families.make({**STREAMS, "cross_source": "previous_layer"})
+    paths = ["layers/block_0/decoder", "layers/block_1/decoder", "last/block_0/decoder"]
+    assert bridges.layer_paths(streams) == paths
 
 
 @every_case
