@@ -68,8 +68,9 @@ BEST = ()  # named after the arms with one seed are finished
 LONG = {"data.seq_len": 1024, "data.batch_size": 2}
 CONTEXT = "sigmoid, slow router", "all keys, slow router", "MLP, slow router"
 COLUMNS = {
-    "loss with routed blocks off": "eval/loss_routed_off",
+    "worth": "eval/router/worth",
     "loss by top-k": "eval/loss_topk",
+    "gate": "eval/router/gate_median",
     "routed": "eval/router/routed_fraction",
 }
 
