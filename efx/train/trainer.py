@@ -19,7 +19,7 @@ from efx import io, run_dir
 from efx.checkpoint import start_from
 from efx.checkpoint.params import fingerprint
 from efx.config.load import to_config
-from efx.errors import NotFinite, RunStopped, UsageError, warn
+from efx.errors import NotFinite, RunStopped, UsageError
 from efx.logging import Progress
 from efx.logging.writer import samples_path
 from efx.parallel import multihost, sharding
@@ -90,9 +90,6 @@ class Trainer:
         self.workdir, self.started = self.files.workdir, started
         self.config, self.experiment = config, setup.experiment(config, workdir)
         self.training = setup.Training(self.experiment)
-        self.training.check_memory()
-        if advice := self.training.advice():
-            warn(advice)
         self.files.check_text(self.experiment.data)
         e = self.experiment
         self.placement = sharding.Placement(e.mesh, e.rules, config.data.batch_size)
@@ -143,8 +140,9 @@ class Trainer:
         """
         e, c = self.experiment, self.config
         advice = (
-            f"lower config.data.batch_size={c.data.batch_size} or config.data.seq_len="
-            f"{c.data.seq_len}, or raise config.train.accumulation={c.train.accumulation}"
+            f"lower config.data.batch_size={c.data.batch_size}, config.data.seq_len="
+            f"{c.data.seq_len} or the sizes of the model, or raise config.train.accumulation="
+            f"{c.train.accumulation}; --mode=compile reports what a device needs"
         )
         if not self.files.is_new:
             self.scores |= setup.read_scores(self.workdir, c.checkpoint)

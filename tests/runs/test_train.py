@@ -8,16 +8,18 @@ import time
 import devices
 import families
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import run_files
+from refusals import refused
 
 from efx import models
 from efx.configs import common
 from efx.logging import read_metrics
 from efx.parallel import sharding
 from efx.sampling import TextSampler
-from efx.train import optim, run_log, setup, trainer
+from efx.train import memory, optim, run_log, setup, trainer
 from efx.train import step as step_lib
 from efx.train.evaluator import Evaluator
 
@@ -251,6 +253,14 @@ def test_a_failing_evaluation_costs_no_step(text, tmp_path, monkeypatch):
     (row,) = read_metrics(tmp_path)
     assert row["train/loss"] and row["eval/loss"]
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step_00000001.txt"]
+
+
+def test_running_out_of_memory_is_one_line_with_the_settings_to_lower():
+    def too_large():
+        with memory.exhaustion_as_usage_error("training", "lower config.data.batch_size=8"):
+            jax.block_until_ready(jax.jit(lambda: jnp.zeros((2**23, 2**23)) + 1.0)())
+
+    refused(too_large, "training ran out of memory", "; lower config.data.batch_size=8")
 
 
 def test_a_run_beyond_the_given_steps_is_not_changed(text, tmp_path, capsys):
