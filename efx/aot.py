@@ -25,7 +25,7 @@ from efx.data import tokenizers
 from efx.errors import UsageError, extra, nearest
 from efx.layers import flops, kernels
 from efx.logging import quantity
-from efx.parallel import sharding, signals
+from efx.parallel import sharding
 from efx.train import evaluator, optim, setup
 
 GIB = 2**30
@@ -205,8 +205,7 @@ def _compile(name, mesh, rules, trace, arguments, held):
     try:
         with sharding.use(mesh, rules), kernels.recorded_choices() as choices:
             lowered = trace().lower()
-        # In the background, so that Ctrl-C need not wait for the compiler.
-        compiled = signals.BackgroundTask(lowered.compile).result()
+        compiled = lowered.compile()
     except UsageError:
         raise
     except Exception as error:  # compilers and kernels raise any class

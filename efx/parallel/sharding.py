@@ -110,14 +110,7 @@ def use(mesh, rules):
     The rules are not part of jit's cache key: use a jitted function with one mesh and one set of
     rules only.
     """
-    with _without_cached_collectives(mesh), used_in_thread(mesh, rules):
-        yield
-
-
-@contextlib.contextmanager
-def used_in_thread(mesh, rules):
-    """`use` in another thread of a program that is inside `use` of the same mesh."""
-    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+    with _without_cached_collectives(mesh), jax.set_mesh(mesh), nn.logical_axis_rules(rules):
         yield
 
 
