@@ -236,6 +236,7 @@ class Trainer:
         e, compiled, is_first = self.experiment, None, True
         stage_starts = {stage.start for stage in e.stages}
         batch = self._next_batch()
+        self.saved_at = time.monotonic()
         self.log.watch.start()
         while self.step < e.steps:
             if compiled is None or self.step in stage_starts:
@@ -261,7 +262,10 @@ class Trainer:
             self.checkpoints.check()  # raises if a background save failed
             self._collect_metrics()
             stop = self.signals.stop_requested()
-            if due := due_at(self.config, self.step, e.steps):
+            due = due_at(self.config, self.step, e.steps)
+            if "checkpoint" not in due and self._is_save_due_by_time():
+                due.append("checkpoint")
+            if due:
                 self._collect_metrics(wait=True)
                 with self.log.watch.paused():
                     if self.step == e.steps:
@@ -302,11 +306,19 @@ class Trainer:
         multihost.run_on_primary(self.workdir, amend)
         return compiled
 
+    def _is_save_due_by_time(self):
+        """Whether process 0 counts `checkpoint.minutes` since the last save."""
+        minutes = self.config.checkpoint.minutes
+        if not minutes or self.step % self.config.log.every:
+            return False
+        return multihost.from_primary(time.monotonic() - self.saved_at >= 60 * minutes)
+
     def _save(self):
         self.files.mirror.upload()  # first, so that no checkpoint lacks its rows
         meta = self.log.meta(self.step)
         meta |= {"record": self.files.record, "last_step": self.experiment.steps}
         self.checkpoints.save(self.step, self.state, self.position, meta)
+        self.saved_at = time.monotonic()
 
     def _use_stage(self):
         """Evaluate and sample with the model of the stage that trained the last step: the
