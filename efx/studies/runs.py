@@ -21,7 +21,7 @@ from efx.config import flags, schema
 from efx.config.load import completed, to_config
 from efx.errors import UsageError
 from efx.logging import read_metrics
-from efx.parallel.signals import PARENT_PIPE, STOPPING
+from efx.parallel.signals import STOPPING
 
 NOT_FINITE = 3  # exit status of a finished run whose loss is not finite
 # Arguments that a study sets for each run.
@@ -190,8 +190,6 @@ class Processes:
 
     def __init__(self):
         self.stopped, self._running, self._handlers = False, set(), {}
-        # The system closes it when this process ends, even by SIGKILL; the runs then stop.
-        self._pipe = os.pipe()
 
     def __enter__(self):
         for number in STOPPING:
@@ -203,8 +201,6 @@ class Processes:
     def __exit__(self, *error):
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        for descriptor in self._pipe:
-            os.close(descriptor)
         if isinstance(self.stopped, signal.Signals):
             interrupt = KeyboardInterrupt()
             interrupt.number = self.stopped
@@ -225,8 +221,7 @@ class Processes:
         """Run a command; returns its exit status, or 0 if a signal stopped the study."""
         process = subprocess.Popen(
             command,
-            env={**(environment or {}), **os.environ, PARENT_PIPE: str(self._pipe[0])},
-            pass_fds=[self._pipe[0]],
+            env={**(environment or {}), **os.environ},
             stdout=output,
             stderr=subprocess.STDOUT if output else None,
         )

@@ -1,7 +1,6 @@
 """Runs of studies: checks before the first one, processes, signals; and sweeps over them."""
 
 import math
-import os
 import shutil
 import signal
 import subprocess
@@ -20,7 +19,6 @@ import pandas as pd
 from efx import main
 from efx.composition import calm, cbtm, cbtm_table, phatgoose
 from efx.logging import tables
-from efx.parallel import signals
 from efx.studies import conversion, coord_check, isoflop, statistics, sweep
 from efx.studies import runs as runs_lib
 
@@ -261,9 +259,6 @@ def save(number, frame):
     sys.exit(0)
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, save)
-sys.path.insert(0, os.getcwd())
-from efx.parallel.signals import end_with_starter
-end_with_starter()
 mark.write_text("runs")
 time.sleep(60)
 """
@@ -314,12 +309,6 @@ def test_a_signal_to_a_study_ends_its_runs(study_process, tmp_path):
     assert lines.count("\n") == 1
 
 
-def test_a_study_that_is_killed_leaves_no_run_behind(study_process, tmp_path):
-    study_process.kill()
-    study_process.wait()
-    wait_until(lambda: marks(tmp_path) == ["saved by SIGTERM"] * 2)
-
-
 def test_a_failed_run_ends_the_study_and_names_its_log(tmp_path, monkeypatch):
     program = tmp_path / "fails"
     program.write_text("#!/bin/sh\necho reason; exit 9\n")
@@ -329,18 +318,3 @@ def test_a_failed_run_ends_the_study_and_names_its_log(tmp_path, monkeypatch):
     refused(lambda: runs_lib.run_all(runs, 2), "status 9", ".log")
     logs = [path.read_text() for path in tmp_path.glob("*.log")]
     assert 1 <= len(logs) <= 2 and "reason\n" in logs  # the other may have been stopped
-
-
-def test_a_run_ends_when_its_study_has_ended(monkeypatch):
-    reader, writer = os.pipe()
-    monkeypatch.setenv(signals.PARENT_PIPE, str(reader))
-    caught = []
-    before = signal.signal(signal.SIGTERM, lambda *_: caught.append(1))
-    try:
-        assert main.main(["efx", "--help"]) == 0
-        assert signals.PARENT_PIPE not in os.environ and not caught
-        os.close(writer)
-        wait_until(lambda: caught)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        os.close(reader)
