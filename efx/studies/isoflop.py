@@ -22,9 +22,8 @@ rate_seed tries all of them at each point, and the other seeds use the best; a p
 only tries them.
 
 WORKDIR gets points.csv (a row for each run, those of rate_seed included), optima.csv,
-differences.csv, table.md and curves.png. Finished runs are not repeated. `--from` uses the runs of
-another points.csv, or of a file of results/, and refuses those of other settings, text or
-tokenizer. Arguments after `--` go to every run. `--grid FILE:PART` calls `get_grid("PART")`.
+differences.csv, table.md and curves.png. Finished runs are not repeated. Arguments
+after `--` go to every run. `--grid FILE:PART` calls `get_grid("PART")`.
 
 Columns. points: budget and flops are training FLOPs, planned and used; loss is held-out, in nats;
 repeat_gain: nats that the repeat of a row of random tokens costs less (config.evaluate
@@ -37,7 +36,6 @@ differences: the loss of `family` minus that of `against`, each at its best size
 
 import hashlib
 import json
-import pathlib
 import re
 import sys
 
@@ -58,8 +56,8 @@ from efx.studies.sweep import check_seeds, load_file
 KEYS = ("config", "seeds", "budgets", "families", "sizes")
 OPTIONAL = {"learning_rates": (), "rate_seed": None, "fit_within": None, "against": ()}
 RATE = "optim.learning_rate"
-KEY = ["family", "size", "budget", "rate", "seed"]  # identifies a run
-POINT = [*KEY, "parameters", "tokens", "flops", "seconds", "loss", "repeat_gain"]
+POINT = ["family", "size", "budget", "rate", "seed", "parameters", "tokens", "flops", "seconds",
+         "loss", "repeat_gain"]  # fmt: skip
 PROVENANCE = ["text", "tokenizer", "settings", "machine", "revision"]
 METRICS = {"eval/loss": "loss", "eval/repeated/gain": "repeat_gain"}
 DRAWS = 300
@@ -188,75 +186,12 @@ def settings_digest(config):
 # ---- points ------------------------------------------------------------------------------------
 
 
-def read_points(source):
-    """Return the points of a CSV file, or of the study in a directory."""
-    path = pathlib.Path(source)
-    path = path / "points.csv" if path.is_dir() else path
-    try:
-        points, _ = tables.read_csv(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--from={source}: cannot be read: {error}") from error
-    for column in {*POINT, *PROVENANCE} - {*points}:
-        raise UsageError(f"--from={source}: lacks the column {column!r}; use a points.csv")
-    return points
-
-
-class Points:
-    """The measured points of a grid: finished runs, and those of other files."""
-
-    def __init__(self, files):
-        self._given = pd.concat(
-            [read_points(file) for file in files] or [pd.DataFrame(columns=KEY)]
-        )
-        self._rows = {}  # {Run: its row of a file, or None}
-
-    def given(self, run):
-        """Return the row of a file for this run, or None; UsageError for other settings."""
-        if run not in self._rows:
-            self._rows[run] = self._find(run)
-        return self._rows[run]
-
-    def _find(self, run):
-        match = np.ones(len(self._given), bool)
-        for key in KEY:
-            value, column = run.labels[key], self._given[key]
-            match &= (column.isna() if value is None else column == value).to_numpy(bool)
-        if not match.any():
-            return None
-        row, expected = self._given[match].iloc[0], settings_digest(run.config())
-        if row.settings != expected:
-            raise UsageError(
-                f"--from: {run.name}: the run has other settings (digest {row.settings}, this grid "
-                f"{expected}); leave it out, or use the grid it was trained with"
-            )
-        return row
-
-    def missing(self, runs):
-        return [run for run in runs if self.given(run) is None]
-
-    def train(self, runs, jobs):
-        """Make the missing runs.
-
-        The text of new runs is known once they have ended, so the first ones are compared with the
-        given points before the others start.
-        """
-        missing = self.missing(runs)
-        runs_lib.run_all(missing[:jobs], jobs)
-        self.table([*(run for run in runs if self.given(run) is not None), *missing[:jobs]])
-        runs_lib.run_all(missing[jobs:], jobs)
-
-    def table(self, runs):
-        """Return the points of these runs, all of one text and tokenizer."""
-        rows = []
-        for run in runs:
-            row = self.given(run)
-            if row is None:
-                row = runs_lib.results([run]).rename(columns=METRICS).iloc[0]
-                row["settings"] = settings_digest(run.config())
-            rows.append(row)
-        table = pd.DataFrame(rows).reindex(columns=[*POINT, *PROVENANCE]).reset_index(drop=True)
-        runs_lib.check_comparable(table.assign(name=[run.name for run in runs]))
-        return table
+def points_of(runs):
+    """Return the points of finished runs, all of one text and tokenizer."""
+    table = runs_lib.results(runs).rename(columns=METRICS)
+    table["settings"] = [settings_digest(run.config()) for run in runs]
+    runs_lib.check_comparable(table)
+    return table.reindex(columns=[*POINT, *PROVENANCE])
 
 
 def best_rates(points):
@@ -426,23 +361,20 @@ def study(arguments):
     """Make the runs, then the fits; or print the commands."""
     grid, extra, workdir = load_grid(arguments.grid), arguments.extra, arguments.workdir
     check_extra(grid, extra)
-    points = Points(arguments.points)
     selecting = rate_runs(grid, workdir, extra)
     runs_lib.check([*selecting, *final_runs(grid, workdir, extra, {})], extra)
-    trains = not (arguments.table_only or arguments.print_commands)
-    if trains:
-        points.train(selecting, arguments.jobs)
-    if arguments.print_commands and not all(map(runs_lib.is_finished, points.missing(selecting))):
-        runs_lib.print_commands(points.missing(selecting))
+    if not arguments.print_commands:
+        runs_lib.run_all(selecting, arguments.jobs)
+    elif not all(map(runs_lib.is_finished, selecting)):
+        runs_lib.print_commands(selecting)
         print("# these select the learning rates: rerun when they have finished")
         return
-    selected = points.table(selecting)
+    selected = points_of(selecting)
     final = final_runs(grid, workdir, extra, best_rates(selected))
     if arguments.print_commands:
-        return runs_lib.print_commands(points.missing(final))
-    if trains:
-        points.train(final, arguments.jobs)
-    table = points.table(final)
+        return runs_lib.print_commands(final)
+    runs_lib.run_all(final, arguments.jobs)
+    table = points_of(final)
     optima, differences, fitted, laws = analyse(table, grid)
     folder = io.folder(workdir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -467,9 +399,6 @@ def main(argv=None):
     parser = cli.Parser("efx.studies.isoflop", __doc__)
     parser.add_argument("--grid", required=True, help="grid file, or the name of one of efx")
     parser.add_runs()
-    help = "points.csv or directory of another study, or a file of results/; can be repeated"
-    parser.add_argument("--from", dest="points", action="append", default=[], help=help)
-    parser.add_argument("--table-only", action="store_true", help="only read finished runs")
     return parser.run(study, argv)
 
 

@@ -166,14 +166,6 @@ def test_a_diverged_run_has_no_best_loss(losses, least, tmp_path, monkeypatch):
     assert result["min:eval/loss"] == least or (least is None and pd.isna(result["min:eval/loss"]))
 
 
-def test_table_only_trains_nothing(tmp_path, capsys, started):
-    path = tmp_path / "sweep.py"
-    path.write_text(SWEEP.replace("STEPS", "3"))
-    assert sweep.main([f"--sweep={path}", f"--workdir={tmp_path}/w", "--table-only"]) == 2
-    error_line(capsys, "'MoD, seed 0'")
-    assert not started
-
-
 @pytest.mark.parametrize("runs, name", [
     ({"lr +1": {}, "lr -1": {}}, "lr -1"),  # one directory for both
     ({"a": {}, "b": {"model.depht": 2}}, "config.model.depht"),
