@@ -223,17 +223,16 @@ def study(arguments):
     runs_lib.check(runs, extra)
     if sweep["equal"]:
         first = runs[0]
-        if not arguments.print_commands and not arguments.table_only:
+        if not arguments.print_commands:
             runs_lib.run_all([first])
-        if arguments.print_commands and not runs_lib.is_finished(first):
+        elif not runs_lib.is_finished(first):
             print(first.command())
             print("# the others get as many FLOPs or tokens: rerun when this run has finished")
             return
         runs = make_runs(sweep, workdir, extra, equal_budget(sweep, first))
     if arguments.print_commands:
         return runs_lib.print_commands(runs)
-    if not arguments.table_only:
-        runs_lib.run_all(runs, arguments.jobs)
+    runs_lib.run_all(runs, arguments.jobs)
     results = runs_lib.results(runs)
     runs_lib.check_comparable(results)
     per_run, text = table_of(results, sweep)
@@ -252,7 +251,6 @@ def main(argv=None):
     parser = cli.Parser("efx.studies.sweep", __doc__)
     parser.add_argument("--sweep", required=True, help="sweep file, or the name of one of efx")
     parser.add_runs()
-    parser.add_argument("--table-only", action="store_true", help="only read finished runs")
     return parser.run(study, argv)
 
 
