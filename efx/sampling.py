@@ -29,12 +29,10 @@ from efx.config.schema import make
 from efx.errors import UsageError
 from efx.layers.report import label
 from efx.parallel import sharding
-from efx.train import memory
 
 PREFILL = 64  # tokens of each prompt in a prefill chunk on a CPU; at least these elsewhere
 _PREFILL_BATCH, _PREFILL_ROW = 2048, 1024  # elsewhere: tokens of all rows; at most of one row
 STREAM = 16  # tokens of a row that one call of the decode loop generates
-_LONG_CACHE = 2**16  # tokens of all rows from which the memory of a cache is checked
 _MASS_TOLERANCE = 1e-6  # relative; rounding error of probabilities summed in float32
 # Folded into the seed of stochastic routing; no token has this index.
 ROUTING = np.uint32(2**32 - 1)
@@ -77,11 +75,6 @@ class Sampler:
         self.model, self.batch_size = model, batch_size
         self.cache_size = min(cache_size or model.context, model.context)
         self.program = Program.of(model, batch_size, self.cache_size, rules)
-        if batch_size * self.cache_size >= _LONG_CACHE:  # tracing the shapes takes a second
-            memory.check(
-                f"sampling {batch_size} rows of config.model.context={self.cache_size} tokens",
-                {"keys and values": memory.on_each_device(self.program.state_shapes())},
-            )
         self.options = dict(
             temperature=np.float32(temperature),
             top_k=np.int32(top_k),

@@ -12,7 +12,7 @@ from efx.models.costs import MASKS
 from efx.parallel import sharding
 from efx.routing.reports import DEPTH, EXPERTS
 from efx.train import health, losses, memory
-from efx.train.step import batch_shapes, by_layer, logits_bytes, make_eval_step
+from efx.train.step import batch_shapes, by_layer, make_eval_step
 
 # In the order of the logged line, see `describe`.
 REPORTS = (DEPTH, EXPERTS, ADAPTERS, MASKS, health.INCREMENTS)
@@ -86,10 +86,6 @@ class Evaluator:
     def __init__(self, model, config, data, mesh, rules):
         self._model, self._config, self._data = model, config.evaluate, data
         rows = config.evaluate.batch_size
-        memory.check(
-            f"config.evaluate.batch_size={rows}: evaluation",
-            {"logits": logits_bytes(model, config, mesh, rules, rows)},
-        )
         self._length, self._seed = config.data.seq_len, np.uint32(config.seed)
         self._placement = sharding.Placement(mesh, rules, rows)
         self._steps = steps(model, config, mesh, rules)
