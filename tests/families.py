@@ -398,8 +398,7 @@ FAMILIES = {
         adapter=adapters(experts=2, routing="uniform"),
     ),
     "adapter_streams": _streams(
-        order="cross_only",
-        adapter=adapters(experts=3, routing="topk", sites=".*/(query|up|out)")
+        order="cross_only", adapter=adapters(experts=3, routing="topk", sites=".*/(query|up|out)")
     ),
     "adapter_latent": _latent(
         upsampling="attention",

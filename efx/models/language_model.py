@@ -145,7 +145,7 @@ class LanguageModel(nn.Module):
         return length
 
     @nn.nowrap
-    def token_of_place(self, path, positions_RS, length):
+    def token_indices(self, path, positions_RS, length):
         """int [R, S]: the token with which each position of a module's arrays is computed;
         negative for padding.
 

@@ -631,7 +631,7 @@ class Latent(LanguageModel):
         return self.config.sequence_length("global", len(self.config.latents), length)
 
     @nn.nowrap
-    def token_of_place(self, path, positions_RS, length):
+    def token_indices(self, path, positions_RS, length):
         c, names = self.config, path.split("/")
         kinds = [name.split("_")[0] for name in names]
         in_stack = names[0] in ("layers", "dropout_embedding")

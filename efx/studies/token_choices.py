@@ -238,9 +238,7 @@ def on_tokens(model, path, choice, length):
     value = np.asarray(choice.value, np.float64)
     parts = model_parts(model)
     prefix, part = next((prefix, part) for prefix, part in parts if path.startswith(prefix))
-    time_RS = part.token_of_place(
-        path.removeprefix(prefix), np.asarray(choice.positions_BT), length
-    )
+    time_RS = part.token_indices(path.removeprefix(prefix), np.asarray(choice.positions_BT), length)
     result = np.full((length, *value.shape[2:]), np.nan)
     result[time_RS[time_RS >= 0]] = value[time_RS >= 0]
     return result

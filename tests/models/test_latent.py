@@ -219,6 +219,18 @@ def test_rows_may_be_longer_than_the_context_without_a_table():
     refused(lambda: model.apply(variables, tokens_BT, tokens_BT), "segment_ids_BT")
 
 
+def test_latents_stand_for_the_last_tokens_of_their_group():
+    """Of 21 tokens in groups of 8: in the stack, and in the levels, whose rows are groups."""
+    model, groups = make(), 8 * np.arange(3)[:, None]
+    stack = model.token_indices("layers/block_0", np.arange(6)[None], 21)
+    np.testing.assert_array_equal(stack, [[6, 7, 14, 15, -1, -1]])
+    row = model.token_indices("encoder_0/blocks/global_1/block_0", np.arange(12)[None], 21)
+    local = model.token_indices("encoder_0/blocks/local_0/block_0", np.tile(range(4), (3, 1)), 21)
+    expected = groups + [4, 5, 6, 7]
+    np.testing.assert_array_equal(local, np.where(expected < 21, expected, -1))
+    np.testing.assert_array_equal(row, local.reshape(1, -1))
+
+
 # ---- decoding ----------------------------------------------------------------------------------
 
 
