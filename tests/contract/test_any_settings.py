@@ -403,11 +403,10 @@ def check(members, bridges, batch, seed):
     check_causality(held, tokens_BT)
     # Groups are cut where the row has them: a document is as if alone where it begins with one.
     group = max(member.get("group_size", 1) for member in members)
-    memory = any(member.get(f"memory_{kind}") for member in members for kind in ("local", "global"))
     # Random scores depend on the row.
     drawn = any(member.get("depth_routing.score") == "stochastic" for member in members)
     firsts = range(group, CONTEXT - 1, group)
-    if firsts and not memory:
+    if firsts:
         check_documents(held, tokens_BT, int(held.rng.choice(firsts)), alone=not drawn)
 
 
