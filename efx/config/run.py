@@ -334,19 +334,9 @@ class LogConfig:
 
     every: Count = 20  # steps
     tensorboard: bool = True  # write event files to the run directory
-    wandb: str = ""  # Weights & Biases project
-    wandb_group: str = ""  # group of runs there
-    wandb_tags: tuple[str, ...] = ()  # tags of the run there
+    wandb: str = ""  # Weights & Biases project; others by its variables, WANDB_TAGS...
     profile_at: Natural = 0  # first profiled step; 0: no profile
     profile_steps: Count = 5  # number of profiled steps
-
-    def check(self):
-        for name in ("wandb_group", "wandb_tags"):
-            if getattr(self, name) and not self.wandb:
-                raise UsageError(
-                    f"{self.where}.{name}={getattr(self, name)!r}: needs {self.where}.wandb, "
-                    "the name of a project"
-                )
 
 
 @block("config.evaluate")

@@ -202,7 +202,7 @@ COMMANDS = [
     ("address", "--config=mod --workdir=new --coordinator_address=a --num_processes=1"
      " --process_id=0", "--coordinator_address=a", "port"),
     ("process after the last", "--config=mod --workdir=new --coordinator_address=a:1"
-     " --num_processes=2 --process_id=2", "--process_id=2", "at most 1"),
+     " --num_processes=2 --process_id=2", "--process_id=2", "[0, 1]"),
     ("topology missing", "--config=mod --mode=compile", "--topology", "e.g."),
     ("topology misspelt", "--config=mod --mode=compile --topology=v5x:2x2", "v5x", "v5e"),
     ("topology without sizes", "--config=mod --mode=compile --topology=h100", "=h100", "1x8x8"),
