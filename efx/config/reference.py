@@ -1,6 +1,6 @@
 """The page of all settings, made from the dataclasses and their comments.
 
-    python -m efx.config.reference
+python -m efx.config.reference
 """
 
 import dataclasses
