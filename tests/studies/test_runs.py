@@ -117,17 +117,22 @@ def depth_table(losses):
         for seed, loss in enumerate(values)
     ]
     sweep_file = {"columns": {}, "depth": ("half", "full")}
-    _, text = sweep.table_of(pd.DataFrame(rows), sweep_file)
-    return text, {row.split(" | ")[0].strip("| "): row for row in text.splitlines() if "|" in row}
+    per_run, text = sweep.table_of(pd.DataFrame(rows), sweep_file)
+    lines = [line for line in text.splitlines() if "|" in line]
+    return per_run, text, {line.split(" | ")[0].strip("| "): line for line in lines}
 
 
-def test_the_price_of_depth_is_shown_where_depth_pays():
+def test_the_price_of_depth_is_shown_where_depth_pays(tmp_path):
     losses = {"half": [3.0, 3.01, 2.99], "routed": [2.9, 2.91, 2.89], "full": [2.6, 2.61, 2.59]}
-    text, rows = depth_table(losses)
+    per_run, text, rows = depth_table(losses)
     assert "depth does not pay" not in text
     # By hand: R = 0.1 / 0.4, and C = 1 FLOP of 2.
     assert "| 0.25 (" in rows["routed"] and rows["routed"].endswith("| 0.50 |")
-    text, rows = depth_table(losses | {"full": [3.01, 2.98, 3.0]})
+    price = sweep.price_of_depth(per_run, "half", "full")
+    assert price.gain.routed == pytest.approx(0.1) and price.cost.routed == 0.5
+    sweep.draw_price(price, "half", "full", tmp_path / "price.png")
+    assert (tmp_path / "price.png").stat().st_size > 10_000
+    _, text, rows = depth_table(losses | {"full": [3.01, 2.98, 3.0]})
     assert "depth does not pay" in text and rows["routed"].endswith("|  | 0.50 |")
 
 
