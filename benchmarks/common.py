@@ -10,7 +10,7 @@ import numpy as np
 
 from efx.errors import UsageError
 from efx.layers import flops
-from efx.studies.stepper import Stepper
+from benchmarks.stepper import Stepper
 
 
 def command(main):

@@ -15,7 +15,7 @@ import sys
 from benchmarks import common
 from efx.config.load import apply, load_config
 from efx.errors import UsageError
-from efx.studies.stepper import Stepper, random_tokens
+from benchmarks.stepper import Stepper, random_tokens
 
 SIZE = {
     "data.batch_size": 4,
