@@ -13,9 +13,9 @@ import argparse
 import sys
 
 from benchmarks import common
+from benchmarks.stepper import Stepper, random_tokens
 from efx.config.load import apply, load_config
 from efx.errors import UsageError
-from benchmarks.stepper import Stepper, random_tokens
 
 SIZE = {
     "data.batch_size": 4,

@@ -61,7 +61,7 @@ def measure(workdir, num_tokens, step=None):
     built, step, params, variables = setup.finished(config, workdir, step, ("train", "eval"))
     length, size = built.config.data.seq_len, built.config.evaluate.batch_size
     variables = sharding.gather({"params": params, **variables})
-    predict = token_choices.Predictor(built.model, variables)
+    map_tokens = token_choices.TokenMapper(built.model, variables)
     bits_V = token_bits(built)
     tokens, blocks = [], {}
     for index, batch in enumerate(built.data.eval_batches(size, -(-num_tokens // (length * size)))):
@@ -72,9 +72,8 @@ def measure(workdir, num_tokens, step=None):
                 for name in ("positions", "segment_ids")
                 if name in batch
             }
-            log_p_TV, decisions = predict(ids, evaluation_keys(config.seed, index), **packing)
-            following = batch["targets"][b, -1]
-            made = token_choices.map_of_pass(built.model, log_p_TV, decisions, ids, following)
+            keys = evaluation_keys(config.seed, index)
+            made = map_tokens(ids, keys, next_id=batch["targets"][b, -1], **packing)
             position_T = batch["positions"][b] if "positions" in batch else np.arange(length)
             row = {"row": index * size + b, "position": position_T, "token": ids}
             row |= {"previous": np.where(position_T > 0, np.roll(ids, 1), -1)}

@@ -46,7 +46,7 @@ def map_of_run(workdir, text=None, tokens=512, step=None):
         raise UsageError(f"{flag}: {len(ids)} tokens; use 1 to {built.model.context}")
     variables = sharding.gather({"params": params, **variables})
     keys = evaluation_keys(config.seed, 0)
-    made = token_choices.token_map(built.model, variables, ids, keys, following)
+    made = token_choices.TokenMapper(built.model, variables)(ids, keys, following)
     return made, [int(i) for i in ids], token_texts(built.tokenizer, ids), step
 
 
