@@ -14,7 +14,8 @@ import sys
 
 from benchmarks import common
 from benchmarks.stepper import Stepper, random_tokens
-from efx.config.load import apply, load_config
+from efx.config.load import load_config
+from efx.config.names import apply
 from efx.errors import UsageError
 
 SIZE = {

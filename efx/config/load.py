@@ -17,10 +17,8 @@ import logging
 import os
 import pathlib
 
-from ml_collections import ConfigDict
-
 from efx import configs, io, run_dir
-from efx.config.names import is_mapping, unknown_setting, value_of
+from efx.config.names import apply, is_mapping, unknown_setting, value_of
 from efx.config.run import Config, default_config
 from efx.config.schema import defaults, make
 from efx.errors import UsageError, nearest
@@ -47,26 +45,6 @@ def load_config(source, changes=None):
         to_config(config, f"--config={source}")
     if changes:
         to_config(apply(config, changes, f"{source}: "), source)
-    return config
-
-
-def apply(config, changes, where=""):
-    """Set dotted keys of a ConfigDict in place and return it.
-
-    Args:
-      where: beginning of the message of a UsageError.
-    """
-    for key, value in changes.items():
-        try:
-            if isinstance(value_of(config, key), ConfigDict):
-                raise UsageError(f"config.{key} is a block of settings; set its settings")
-            config.update_from_flattened_dict({key: value})
-        except UsageError as error:
-            raise UsageError(f"{where}{error}") from None
-        except TypeError:
-            block, _, name = key.rpartition(".")
-            expected = (value_of(config, block) if block else config).get_type(name).__name__
-            raise UsageError(f"{where}config.{key}={value!r}: expected {expected}") from None
     return config
 
 

@@ -20,7 +20,8 @@ from flax import traverse_util
 
 from efx import io
 from efx.config import flags
-from efx.config.load import apply, to_config
+from efx.config.load import to_config
+from efx.config.names import apply
 from efx.errors import UsageError
 from efx.logging import tables
 from efx.models.latent import Compress, Upsample
