@@ -73,14 +73,18 @@ def measure(workdir, num_tokens, step=None):
                 if name in batch
             }
             keys = evaluation_keys(config.seed, index)
-            made = map_tokens(ids, keys, next_id=batch["targets"][b, -1], **packing)
+            token_map = map_tokens(ids, keys, next_id=batch["targets"][b, -1], **packing)
             position_T = batch["positions"][b] if "positions" in batch else np.arange(length)
             row = {"row": index * size + b, "position": position_T, "token": ids}
             row |= {"previous": np.where(position_T > 0, np.roll(ids, 1), -1)}
-            row |= {"frequency": bits_V[ids], "entropy": made.entropy_T, "loss": made.loss_T}
+            row |= {
+                "frequency": bits_V[ids],
+                "entropy": token_map.entropy_T,
+                "loss": token_map.loss_T,
+            }
             tokens.append(pd.DataFrame(row)[scored_T])
-            scores = made.values("score")
-            for name, computed_T in made.values("computed").items():
+            scores = token_map.values("score")
+            for name, computed_T in token_map.values("computed").items():
                 parts = blocks.setdefault(name, ([], []))
                 parts[0].append(computed_T[scored_T])
                 if name in scores:
