@@ -118,7 +118,7 @@ def _check_flags(values):
     for name, modes in _MODES_OF_FLAGS.items():
         if values[name].value is not None and mode not in modes:
             raise UsageError(f"--{name} goes with --mode={' or '.join(modes)}, not {mode}")
-    if mode in ("train", "compose") and run_dir.holds_clustering(workdir):
+    if mode in ("train", "compose") and run_dir.RunDir(workdir).has_clustering:
         raise UsageError(
             f"--workdir={workdir} has a clustering; its runs are in directories below it: "
             "start them with python -m efx.composition.cbtm (--print-commands lists them)"

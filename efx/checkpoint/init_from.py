@@ -73,7 +73,7 @@ def changed_settings(run, config, among):
     Args:
       among: regex of the keys to compare.
     """
-    recorded = completed(run_dir.recorded_config(run))
+    recorded = completed(run_dir.RunDir(run).config)
     now = json.loads(json.dumps(schema.as_dict(config)))  # lists for tuples, as recorded
     return run_dir.differences(recorded, now, among)
 
@@ -122,7 +122,7 @@ def _load_members(state, runs, members):
     params, averages = dict(state.params), dict(state.variables.get("state", {}))
     for (key, run), (name, (member, unused)) in zip(runs, members.items(), strict=True):
         root = _checkpoints(run, f"config.model.{key}")
-        is_scanned = run_dir.recorded_setting(run, "model.scan_layers")
+        is_scanned = run_dir.RunDir(run).setting("model.scan_layers")
         params[name] = _load_member(root, params[name], member, is_scanned, ("params",), unused)
         if name in averages:
             collection = ("variables", "state")
@@ -191,7 +191,7 @@ def _load_experts(params, adapter, base_run, vocab_size):
 
 def _check_expert(run, adapter, needs_gates):
     """Raise UsageError unless the settings of an expert's run fit the composition."""
-    recorded = run_dir.recorded_setting(run, "adapter")
+    recorded = run_dir.RunDir(run).setting("adapter")
     for key in _EXPERT_SETTINGS:
         if recorded[key] != getattr(adapter, key):
             raise UsageError(

@@ -22,8 +22,8 @@ from efx.errors import UsageError
 from efx.logging import tables
 from efx.parallel import sharding
 from efx.train import losses
+from efx.train.eval_step import evaluation_keys
 from efx.train.evaluator import scored
-from efx.train.step import evaluation_keys
 
 
 def evaluate(config, workdir, step=None):

@@ -108,7 +108,7 @@ def config_of_run(workdir, setting="--workdir"):
     Args:
       setting: the flag or setting that names the directory, for messages.
     """
-    recorded = completed(run_dir.recorded_config(workdir, setting))
+    recorded = completed(run_dir.RunDir(workdir, setting).config)
     path = io.folder(workdir) / run_dir.CONFIG_FILE
     try:
         plain = ConfigDict(_with_tuples(recorded))

@@ -311,9 +311,6 @@ class MeshConfig:
     tensor: Devices = 1  # heads and hidden features
     expert: Devices = 1  # experts of an MoE
     sequence: Devices = 1  # tokens of a row
-    # Groups of devices connected by a slower network (TPU slices, or hosts); only the axis `data`
-    # crosses it. 0: the number of slices
-    dcn_data: Natural = 0
 
 
 @block("config.checkpoint")
@@ -338,18 +335,8 @@ class LogConfig:
     every: Count = 20  # steps
     tensorboard: bool = True  # write event files to the run directory
     wandb: str = ""  # Weights & Biases project
-    wandb_group: str = ""  # group of runs there
-    wandb_tags: tuple[str, ...] = ()  # tags of the run there
     profile_at: Natural = 0  # first profiled step; 0: no profile
     profile_steps: Count = 5  # number of profiled steps
-
-    def check(self):
-        for name in ("wandb_group", "wandb_tags"):
-            if getattr(self, name) and not self.wandb:
-                raise UsageError(
-                    f"{self.where}.{name}={getattr(self, name)!r}: needs {self.where}.wandb, "
-                    "the name of a project"
-                )
 
 
 @block("config.evaluate")

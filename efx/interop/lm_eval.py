@@ -34,7 +34,7 @@ from efx.layers.flops import count_params
 from efx.logging import tables
 from efx.parallel import sharding
 from efx.sampling import ROUTING, Sampler
-from efx.train import finished_run, setup
+from efx.train import inference
 
 try:
     from lm_eval import simple_evaluate
@@ -77,11 +77,11 @@ class EfxLM(TemplateLM):
 
     def __init__(self, workdir, step=None, batch_size=8, settings=()):
         super().__init__()
-        if run_dir.holds_clustering(workdir):
+        if run_dir.RunDir(workdir).has_clustering:
             raise UsageError(f"--workdir={workdir}: an ensemble; use one of the runs in it")
         config = flags.parse(["efx", "--mode=evaluate", f"--workdir={workdir}", *settings]).config
-        built, self.step, params, variables = setup.finished(config, workdir, step)
-        if warning := finished_run.model_change_warning(built.config, workdir):
+        built, self.step, params, variables = inference.restore(config, workdir, step)
+        if warning := inference.model_change_warning(built.config, workdir):
             warn(warning)
         self.model, self.efx_tokenizer = built.model, built.tokenizer
         self.variables = {"params": params, **variables}

@@ -26,7 +26,7 @@ from efx.models.latent import Compress, Upsample
 from efx.models.stack import Layer
 from efx.studies import cli
 from efx.studies.stepper import Stepper, random_tokens
-from efx.train.step import evaluation_keys
+from efx.train.eval_step import evaluation_keys
 
 MEASURED = (Layer, Compress, Upsample)
 VOCABULARY = 256

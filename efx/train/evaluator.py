@@ -12,8 +12,9 @@ from efx.models.costs import MASKS
 from efx.parallel import sharding
 from efx.routing.reports import DEPTH, EXPERTS
 from efx.train import health, losses, memory
+from efx.train.eval_step import by_layer, make_eval_step
 from efx.train.selection_changes import Changes
-from efx.train.step import batch_shapes, by_layer, make_eval_step
+from efx.train.step import batch_shapes
 
 # In the order of the logged line, see `describe`.
 REPORTS = (DEPTH, EXPERTS, ADAPTERS, MASKS, health.INCREMENTS)

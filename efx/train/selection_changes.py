@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from efx.layers import batch_means
 from efx.parallel import sharding
-from efx.train.step import by_layer, evaluation_keys
+from efx.train.eval_step import by_layer, evaluation_keys
 
 
 class Changes:

@@ -9,8 +9,8 @@ import pytest
 
 from efx.layers import batch_means
 from efx.parallel import sharding
+from efx.train.eval_step import by_layer
 from efx.train.selection_changes import Changes
-from efx.train.step import by_layer
 
 
 def test_every_resolved_config_resolves_to_itself():

@@ -23,7 +23,7 @@ from efx.configs import common, phatgoose
 from efx.interop import architectures
 from efx.layers.call import Call
 from efx.models.adapters import Adapter, AdapterConfig
-from efx.train import finished_run, setup, trainer
+from efx.train import inference, trainer
 
 # ---- formulas ----------------------------------------------------------------------------------
 
@@ -269,7 +269,7 @@ def config_of(variant, text, **changes):
 
 def params_at(run):
     """{path: array} of the newest checkpoint."""
-    _, _, params, variables = setup.finished(config_of_run(run), run)
+    _, _, params, variables = inference.restore(config_of_run(run), run)
     tree = {"params": params, **variables}
     return {
         "/".join(path): np.asarray(x) for path, x in checkpoint.arrays.leaves_by_path(tree).items()
@@ -364,10 +364,10 @@ def test_entrances_of_scanned_layers_train_alone(text, tmp_path, one_device):
         if not path.endswith("/gate"):
             assert np.array_equal(inclusion[path][:, 0], expert[path]), path
     config = config_of_run(tmp_path / "inclusion")
-    metrics = finished_run.evaluate(config, tmp_path / "inclusion")
+    metrics = inference.evaluate(config, tmp_path / "inclusion")
     assert 0 < metrics["eval/adapter/experts_per_token"] < 1
     assert "eval/adapter/usage/expert_0/block_1" in metrics
-    assert finished_run.sample(config, tmp_path / "inclusion")["new_tokens"] == 4
+    assert inference.sample(config, tmp_path / "inclusion")["new_tokens"] == 4
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from efx import checkpoint, models
 from efx.config.load import config_of_run
 from efx.configs import calm, common
 from efx.layers import flops
-from efx.train import finished_run, setup, trainer
+from efx.train import inference, trainer
 
 LENGTH, BATCH, VOCAB = families.LENGTH, families.BATCH, families.VOCAB
 DECODER = {"depth": 3, "attention.num_kv_heads": 2}
@@ -259,15 +259,15 @@ def test_only_bridges_train(runs):
 
 
 def scanned_variables(run):
-    e, _, params, variables = setup.finished(config_of_run(run), run)
+    e, _, params, variables = inference.restore(config_of_run(run), run)
     assert e.model.config.scan_layers
     return e.model, {"params": params, **variables}
 
 
 def test_a_bridged_run_evaluates_and_samples(runs):
     config = config_of_run(runs / "bridged")
-    assert np.isfinite(finished_run.evaluate(config, runs / "bridged")["eval/loss"])
-    assert finished_run.sample(config, runs / "bridged")["new_tokens"] == 4
+    assert np.isfinite(inference.evaluate(config, runs / "bridged")["eval/loss"])
+    assert inference.sample(config, runs / "bridged")["new_tokens"] == 4
 
 
 # ---- refusals ----------------------------------------------------------------------------------

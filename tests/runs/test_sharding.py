@@ -63,23 +63,13 @@ GPUS = [Device(i, i // 8, i, platform="gpu", device_kind="NVIDIA H100") for i in
     "devices, sizes", [(CHIPS, dict(data=-1, fsdp=4, tensor=2)), (GPUS, dict(data=2, fsdp=8))]
 )
 def test_only_data_crosses_slices_and_machines(devices, sizes):
-    groups = {} if devices is CHIPS else dict(dcn_data=2)  # slices are detected
-    laid_out = sharding.make_mesh(ONE | sizes | groups, devices).devices
+    laid_out = sharding.make_mesh(ONE | sizes, devices).devices
     slices = np.vectorize(lambda device: device.slice_index)(laid_out)
     assert np.all(slices == slices[:, :1, :1]) and set(slices.flat) == {0, 1}
 
 
-@pytest.mark.parametrize(
-    "devices, sizes, name",
-    [
-        (CHIPS, dict(fsdp=-1), "config.mesh.dcn_data"),
-        (CHIPS, dict(data=-1, dcn_data=1), "config.mesh.dcn_data=1"),
-        (CHIPS, dict(data=-1, dcn_data=4), "config.mesh.dcn_data=4"),
-        (GPUS, dict(data=16, dcn_data=16), "config.mesh.dcn_data=16"),
-    ],
-)
-def test_meshes_that_do_not_fit_the_slices_are_refused(devices, sizes, name):
-    refused(lambda: sharding.make_mesh(ONE | sizes, devices), name)
+def test_meshes_that_do_not_fit_the_slices_are_refused():
+    refused(lambda: sharding.make_mesh(ONE | dict(fsdp=-1), CHIPS), "data=1", "2 TPU slices")
 
 
 # ---- rules -------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from efx.config.load import to_config
 from efx.logging import read_metrics
 from efx.parallel import signals
 from efx.run_dir import finished_steps
-from efx.train import setup, trainer
+from efx.train import inference, trainer
 from efx.train.evaluator import Evaluator
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -79,9 +79,9 @@ def test_sigterm_saves_and_the_next_launch_ends_as_if_uninterrupted(
     trainer.train_and_evaluate(config, broken)
     assert "finished: 5 steps, " in capsys.readouterr().out
     assert rows(broken) == rows(straight) and samples(broken) == samples(straight)
-    params = [jax.tree.leaves(setup.finished(config, run)[2]) for run in (straight, broken)]
+    params = [jax.tree.leaves(inference.restore(config, run)[2]) for run in (straight, broken)]
     jax.tree.map(np.testing.assert_array_equal, *params)
-    with setup.checkpointer(broken, to_config(config).checkpoint) as checkpoints:
+    with inference.checkpointer(broken, to_config(config).checkpoint) as checkpoints:
         assert checkpoints.best_step() == 5
 
 

@@ -22,7 +22,7 @@ from efx.logging import read_metrics
 from efx.parallel import sharding
 from efx.run_dir import finished_steps
 from efx.sampling import TextSampler
-from efx.train import memory, optim, run_log, setup, trainer
+from efx.train import inference, memory, optim, run_log, trainer
 from efx.train import step as step_lib
 from efx.train.evaluator import Evaluator
 
@@ -160,9 +160,9 @@ def test_eight_devices_train_like_one(reference):
     model, optimizer, function = train_step_of(
         config, groups=sharding.shard_count(mesh, rules, "batch")
     )
-    boxed = models.variable_shapes(model)["params"]
-    shapes = jax.eval_shape(lambda: step_lib.init_state(model, optimizer, 0))
-    placed = step_lib.state_shardings(boxed, shapes, mesh, rules)
+    boxed = models.variable_shapes(model)
+    shapes = jax.eval_shape(lambda variables: step_lib.state_of(variables, optimizer), boxed)
+    placed = sharding.tree_shardings(shapes, mesh, rules)
     losses, placement = [], sharding.Placement(mesh, rules, config.data.batch_size)
     with sharding.use(mesh, rules):
         state = jax.jit(lambda: step_lib.init_state(model, optimizer, 0), out_shardings=placed)()
@@ -226,7 +226,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(text, tmp_path, family):
         changes |= {"checkpoint.every": 1, "checkpoint.keep_last": 2}
         common.apply(config, shared | changes | RESUMED[family])
         trainer.train_and_evaluate(config, folder)
-        return setup.finished(config, folder)[1:]
+        return inference.restore(config, folder)[1:]
 
     with devices.only(1):
         straight = run(tmp_path / "straight")
@@ -371,7 +371,7 @@ def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys, monk
 
 def losses_of_repeats(config, workdir):
     """Mean losses of 8 rows of random tokens and of their repetition, on one device."""
-    e, _, params, variables = setup.finished(config, workdir, None, ("eval",))
+    e, _, params, variables = inference.restore(config, workdir, None, ("eval",))
     variables = sharding.gather({"params": params, **variables})
     (halves,) = e.data.repeated_batches(8, 8)
     model = e.model.clone(selection="causal")

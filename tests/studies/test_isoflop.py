@@ -267,7 +267,7 @@ def test_a_whole_study(tmp_path, here, started, one_device, capsys):
     optima, _ = results.read("optima", workdir)
     assert optima.seeds[0] == 2  # the seed that selected the rates is not used again
     assert (workdir / "curves.png").exists() and (workdir / "table.md").exists()
-    text = json.dumps(run_dir.run_record(started[0].folder)["text"], sort_keys=True)
+    text = json.dumps(run_dir.RunDir(started[0].folder).record["text"], sort_keys=True)
     assert {*points.text} == {run_dir.checksum(text)[:12]}  # as in published points
 
     assert isoflop.main([grid, f"--workdir={tmp_path}/v", f"--from={workdir}"]) == 0

@@ -1,25 +1,110 @@
-"""Evaluate the checkpoint of a run, or sample from it."""
+"""Restore the checkpoint of a run, evaluate it, or sample from it."""
 
+import dataclasses
 import sys
 from io import StringIO
 
 import jax
+import optax
 
-from efx import run_dir
+from efx import io, models, run_dir
+from efx.checkpoint import Checkpointer
 from efx.checkpoint.init_from import changed_settings
 from efx.config.load import to_config
 from efx.errors import UsageError
-from efx.logging import quantity
+from efx.logging import quantity, read_metrics
 from efx.models.config import SAME_MODEL
 from efx.parallel import sharding
 from efx.sampling import TextSampler
-from efx.train import health
+from efx.train import health, optim, setup
 from efx.train.evaluator import Evaluator, describe, scored
-from efx.train.other_runs import check_tokenizer
-from efx.train.setup import finished
+from efx.train.named_runs import check_tokenizer
 
 # Settings that change the function or the random numbers of a model with the same parameters.
 _MODEL_SETTINGS = rf"(?!model\.({SAME_MODEL})$)(model|adapter)\..*|seed"
+
+
+def restore(config, workdir, step=None, splits=()):
+    """(Experiment or Setup, step, parameters for evaluation, variables) of a run's checkpoint.
+
+    The model is that of the stage of capacity that trained the checkpoint.
+
+    Args:
+      config: ConfigDict or `Config`. step: of the checkpoint; None: the newest.
+      splits: those of the data to load, see `efx.data.load`; without any only the model is built.
+    """
+    config, run = to_config(config), run_dir.RunDir(workdir)
+    _ = run.config  # raises unless it is a run
+    # Only some optimisers evaluate averaged parameters; then their state is read too.
+    with_optimizer = optim.keeps_averages(config.optim.name)
+    if splits or with_optimizer:
+        built = setup.experiment(config, run, splits, trains=False)
+    else:
+        built = setup.setup(config, run)
+    if with_optimizer:
+        shapes = setup.Training(built).shapes
+    else:
+        boxed = models.variable_shapes(built.model)
+        shapes = setup.state_shapes(built, boxed, optax.identity())
+    with checkpointer(workdir, config.checkpoint, scores={}) as checkpoints:
+        restored = checkpoints.restore(
+            shapes,
+            step=step,
+            on_damage=config.checkpoint.on_damage,
+            vocab_size=built.model.vocab_size,
+            whole=with_optimizer,
+        )
+    model = _model_at(built.model, restored.step, restored.meta.get("last_step", 0))
+    state, built = restored.state, dataclasses.replace(built, model=model)
+    params = optim.eval_params(config.optim.name, state.opt_state, state.params)
+    return built, restored.step, params, state.variables
+
+
+def _model_at(model, step, steps):
+    """The model of the stage that trained `step`, of the first stage for step 0.
+
+    Args:
+      steps: those of the run; 0 if unknown: the last stage.
+    """
+    stages = setup.capacity_stages(model)
+    started = [m for start, m in stages if not step or round(start * steps) < step]
+    return started[-1 if step else 0]
+
+
+def read_teacher(experiment, step=None):
+    """(step of the checkpoint, {"params", "state" if there is any}) of an experiment's teacher."""
+    run = experiment.config.train.teacher
+    _, step, params, variables = restore(experiment.teacher.config, run, step)
+    return step, {"params": params, **variables}
+
+
+def checkpointer(workdir, c, scores=None):
+    """The `Checkpointer` of a run directory, by the block `config.checkpoint`.
+
+    Args:
+      scores: see `Checkpointer`; None: those of the run's metrics.
+    """
+    if scores is None:
+        scores = read_scores(workdir, c) if c.keep_best else {}
+    return Checkpointer(
+        io.folder(workdir) / run_dir.CHECKPOINTS,
+        keep_last=c.keep_last,
+        keep_best=c.keep_best,
+        scores=scores,
+        asynchronous=c.asynchronous,
+    )
+
+
+def read_scores(workdir, c):
+    """{step: `config.checkpoint.best_metric`} of a run's metrics."""
+    rows = read_rows(workdir)
+    return {row["step"]: row[c.best_metric] for row in rows if c.best_metric in row}
+
+
+def read_rows(workdir):
+    """The rows of a run's metrics; [] without any."""
+    has_metrics = (io.folder(workdir) / run_dir.METRICS_FILE).exists()
+    return read_metrics(workdir) if has_metrics else []
 
 
 def evaluate(config, workdir, step=None):
@@ -36,7 +121,7 @@ def evaluate(config, workdir, step=None):
             f"config.evaluate.calibrate={config.evaluate.calibrate}: --mode=evaluate scores the "
             "thresholds of the checkpoint; set it for training or for --mode=export"
         )
-    e, step, params, variables = finished(config, workdir, step, ("eval",))
+    e, step, params, variables = restore(config, workdir, step, ("eval",))
     with sharding.use(e.mesh, e.rules):
         metrics = Evaluator(e.model, e.config, e.data, e.mesh, e.rules)(params, variables)
     if jax.process_index() == 0:
@@ -45,7 +130,7 @@ def evaluate(config, workdir, step=None):
         print(scored(e.data, config.evaluate, metrics["eval/tokens"]))
         if warning := model_change_warning(e.config, workdir):
             print(warning)
-        c, trained_on = config.data, run_dir.recorded_setting(workdir, "data.source")
+        c, trained_on = config.data, run_dir.RunDir(workdir).setting("data.source")
         if not c.eval_source and c.source != trained_on:
             print(f"to score the whole text, use --config.data.eval_source={c.source}")
         for name, value in sorted(metrics.items()):
@@ -73,7 +158,7 @@ def sample(config, workdir, step=None, stream=None):
     """
     config = to_config(config)
     check_tokenizer(config, "--workdir", workdir)
-    e, step, params, variables = finished(config, workdir, step)
+    e, step, params, variables = restore(config, workdir, step)
     is_primary = jax.process_index() == 0
     sampler = TextSampler(e.model, e.tokenizer, config.sample, rules=e.rules)
     # All processes sample, since each may hold a part of the parameters.
