@@ -95,8 +95,9 @@ def run(argv):
     else:
         from efx.train import trainer
 
-        action = trainer.compose if mode == "compose" else trainer.train_and_evaluate
-        action(config, workdir, command_line=argv, started=_STARTED)
+        trains = mode != "compose"
+        options = dict(command_line=argv, started=_STARTED, train=trains)
+        trainer.train_and_evaluate(config, workdir, **options)
 
 
 def _config_for(values, config):

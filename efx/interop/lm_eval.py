@@ -89,7 +89,7 @@ class EfxLM(TemplateLM):
         self.max_length = self.model.context
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise UsageError(f"--batch_size={batch_size}: must be a number of at least 1")
-        shards = sharding.shard_count(self.mesh, self.rules, "batch")
+        shards = sharding.shard_count("batch", self.mesh, self.rules)
         self.batch_size = -(-int(batch_size) // shards) * shards
         self._placement = sharding.Placement(self.mesh, self.rules, self.batch_size)
         self._jitted_score = jax.jit(self._score, out_shardings=sharding.replicated(self.mesh))

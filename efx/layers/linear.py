@@ -77,7 +77,7 @@ def matmul(x, w, axis=0, float32_output=False):
     """
     shape, rows = x.shape[:-1], math.prod(x.shape[:-1])
     padding = row_padding(rows)
-    if padding or not (sharding.platform() == "tpu" or sharding.ways("length") > 1):
+    if padding or not (sharding.platform() == "tpu" or sharding.shard_count("length") > 1):
         x = x.reshape(rows, x.shape[-1])
     if padding:
         x = jnp.pad(x, ((0, padding), (0, 0)))

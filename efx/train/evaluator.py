@@ -59,7 +59,7 @@ def steps(model, config, mesh, rules):
             make_eval_step(
                 model.clone(selection=selection),
                 config,
-                groups=sharding.shard_count(mesh, rules, "batch"),
+                groups=sharding.shard_count("batch", mesh, rules),
             ),
             out_shardings=sharding.replicated(mesh),
         )

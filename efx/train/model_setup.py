@@ -42,7 +42,7 @@ def build_model(config, vocab_size, mesh, rules, *, run_config=None, name="", me
         dtype=config.train.dtype,
         adapter=blocks.adapter,
         members=members,
-        vocab_ways=sharding.shard_count(mesh, rules, "vocab"),
+        vocab_ways=sharding.shard_count("vocab", mesh, rules),
     )
     if model.context < config.data.seq_len:
         raise UsageError(

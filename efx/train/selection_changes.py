@@ -23,7 +23,7 @@ class Changes:
     """
 
     def __init__(self, model, collection, mesh, rules, seed):
-        self.placement = sharding.Placement(mesh, rules, sharding.shard_count(mesh, rules, "batch"))
+        self.placement = sharding.Placement(mesh, rules, sharding.shard_count("batch", mesh, rules))
         self._sown = jax.jit(lambda *arguments: _sown(model, collection, seed, *arguments))
         self._changes = jax.jit(lambda old, new: by_layer(_changes(old, new), model))
         self._previous = None

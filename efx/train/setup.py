@@ -140,7 +140,7 @@ class Training:
             self.schedule,
             e.config,
             total_steps=e.steps,
-            groups=sharding.shard_count(e.mesh, e.rules, "batch"),
+            groups=sharding.shard_count("batch", e.mesh, e.rules),
             teacher=e.teacher and e.teacher.model,
             start=start,
         )
@@ -345,8 +345,8 @@ def _warn_of_changed_schedule(config, run, steps):
 
 def _check_batch(config, mesh, rules):
     accumulation, seq_len = config.train.accumulation, config.data.seq_len
-    devices = sharding.shard_count(mesh, rules, "batch")
-    length_devices = sharding.shard_count(mesh, rules, "length")
+    devices = sharding.shard_count("batch", mesh, rules)
+    length_devices = sharding.shard_count("length", mesh, rules)
     on_batch_axes = f"the {devices} devices on the mesh's batch axes"
     for name, size, divisor, meaning in (
         (

@@ -283,7 +283,7 @@ def loss_sums(
         logits_BTV = logits(model.head_fn, head, x_BTD)
         return losses.cross_entropy(logits_BTV, batch["targets"], batch["weights"], **coefficients)
     # Devices that share a sequence go over their own part of it, as if it were a row.
-    parts = sharding.ways("length")
+    parts = sharding.shard_count("length")
     rows = [_as_rows(y, groups, parts) for y in (x_BTD, batch["targets"], batch["weights"])]
     if teacher is not None:
         teacher = teacher._replace(x_BTD=_as_rows(teacher.x_BTD, groups, parts))

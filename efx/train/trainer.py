@@ -38,7 +38,7 @@ def train_and_evaluate(config, workdir, *, command_line=(), started=None, train=
       workdir: run directory, created if absent.
       command_line: recorded in run.json.
       started: `time.monotonic()` of the command's start, for the report of start-up time.
-      train: False: save and evaluate step 0 only.
+      train: False: save and evaluate step 0 only, as of a model composed of other runs.
     Returns: the last row of metrics, {name: number}.
     Raises: UsageError for bad input; RunStopped if training cannot continue, NotFinite if it
       reached its last step and the last gradients or the held-out loss are not finite.
@@ -47,14 +47,6 @@ def train_and_evaluate(config, workdir, *, command_line=(), started=None, train=
     with run_dir.Lock(workdir) as lock:
         started = started or time.monotonic()
         return Trainer(to_config(config), workdir, command_line, started, lock).run(train)
-
-
-def compose(config, workdir, *, command_line=(), started=None):
-    """Create the run directory of a model composed of other runs, at step 0, ready for evaluation,
-    sampling or training. Arguments, result and errors: see `train_and_evaluate`."""
-    return train_and_evaluate(
-        config, workdir, command_line=command_line, started=started, train=False
-    )
 
 
 def due_at(config, step, last_step):

@@ -287,10 +287,10 @@ ROUTED = {"model.depth_routing.kind": "mod", "model.depth_routing.causal": "thre
 PLAIN = {"model.depth_routing.kind": "none", "model.scan_layers": True}
 
 
-def start(folder, name, variant, text, action=trainer.train_and_evaluate, **changes):
+def start(folder, name, variant, text, train=True, **changes):
     """The folder of a run; its second block is routed by a threshold."""
     config = config_of(variant, text, **{**ROUTED, **changes})
-    action(config, folder / name)
+    trainer.train_and_evaluate(config, folder / name, train=train)
     return str(folder / name)
 
 
@@ -301,9 +301,9 @@ def runs(tmp_path_factory, text, one_device):
     base = start(folder, "base", "", text)
     gated = {"init.run": base, "adapter.gate": True}
     a = start(folder, "a", "adapter", text, **gated)
-    b = start(folder, "b", "adapter", text, trainer.compose, seed=1, **gated)
+    b = start(folder, "b", "adapter", text, False, seed=1, **gated)
     composed = {"init.run": base, "adapter.experts": (a, b)}
-    start(folder, "compose", "compose", text, trainer.compose, **composed)
+    start(folder, "compose", "compose", text, False, **composed)
     return folder
 
 
@@ -329,10 +329,10 @@ def test_a_composition_warns_of_an_expert_that_is_never_used(runs, text, tmp_pat
     """Gates that are not trained are equal, so all tokens use the first expert."""
     base = str(runs / "base")
     gated = {"init.run": base, "adapter.gate": True}
-    c = start(tmp_path, "c", "adapter", text, trainer.compose, seed=2, **gated)
+    c = start(tmp_path, "c", "adapter", text, False, seed=2, **gated)
     composed = {"init.run": base, "adapter.experts": (str(runs / "b"), c), "adapter.top_k": 1}
     capsys.readouterr()
-    start(tmp_path, "both", "compose", text, trainer.compose, **composed)
+    start(tmp_path, "both", "compose", text, False, **composed)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     assert "expert_1 of config.adapter.experts is never used: by 0 of the tokens" in line
 
@@ -353,9 +353,9 @@ def test_later_stages_train_gates_only(runs, text, tmp_path):
 @pytest.mark.slow
 def test_entrances_of_scanned_layers_train_alone(text, tmp_path, one_device):
     """Experts of scanned layers are [layer, expert, ...]; evaluation reports their usage."""
-    base = start(tmp_path, "base", "", text, trainer.compose, **PLAIN)  # at step 0
+    base = start(tmp_path, "base", "", text, False, **PLAIN)  # at step 0
     given = {"init.run": base, **PLAIN}
-    a = start(tmp_path, "a", "adapter", text, trainer.compose, **given, **{"adapter.gate": True})
+    a = start(tmp_path, "a", "adapter", text, False, **given, **{"adapter.gate": True})
     given |= {"adapter.experts": (a,), "adapter.top_k": 1}
     start(tmp_path, "inclusion", "inclusion", text, **given)
     base, expert, inclusion = (params_at(tmp_path / name) for name in ("base", "a", "inclusion"))
@@ -373,8 +373,8 @@ def test_entrances_of_scanned_layers_train_alone(text, tmp_path, one_device):
 @pytest.mark.slow
 def test_runs_that_do_not_fit_together_are_refused(runs, text, tmp_path):
     a, b, base = (str(runs / name) for name in ("a", "b", "base"))
-    other = start(tmp_path, "other", "", text, trainer.compose, seed=5)  # at step 0
-    plain = start(tmp_path, "plain", "adapter", text, trainer.compose, **{"init.run": base})
+    other = start(tmp_path, "other", "", text, False, seed=5)  # at step 0
+    plain = start(tmp_path, "plain", "adapter", text, False, **{"init.run": base})
     for changes, name in [
         ({"adapter.experts": (a, base)}, "config.adapter.kind='none'"),
         ({"adapter.rank": 5}, "config.adapter.rank=4"),
@@ -383,7 +383,7 @@ def test_runs_that_do_not_fit_together_are_refused(runs, text, tmp_path):
         ({"init.run": other}, f"config.init.run={other}"),
     ]:
         given = {"init.run": base, "adapter.experts": (a, b), **changes}
-        compose = functools.partial(start, tmp_path, "c", "compose", text, trainer.compose, **given)
+        compose = functools.partial(start, tmp_path, "c", "compose", text, False, **given)
         refused(compose, name)
         shutil.rmtree(tmp_path / "c", ignore_errors=True)
 

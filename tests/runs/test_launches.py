@@ -7,9 +7,6 @@ import functools
 import json
 import math
 import os
-import pathlib
-import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -28,7 +25,6 @@ from efx import main, run_dir
 from efx.checkpoint import start_from
 from efx.config.load import config_of_run, to_config
 from efx.configs import common
-from efx.errors import UsageError
 from efx.logging import read_metrics
 from efx.train import inference, setup, trainer
 from efx.train.step import TrainState
@@ -269,6 +265,16 @@ def test_a_run_whose_text_tokenizer_or_settings_were_replaced_is_refused(copy):
     assert json.loads((run / "config.json").read_text())["seed"] == 0
 
 
+def test_running_out_of_memory_is_one_line_with_the_settings_to_lower(copy, monkeypatch):
+    def too_large(training, seed):
+        return jax.block_until_ready(jax.jit(lambda: jnp.zeros((2**23, 2**23)) + 1.0)())
+
+    monkeypatch.setattr(setup.Training, "new_state", too_large)
+    launch = functools.partial(trainer.train_and_evaluate, tiny(copy / "a.txt"), copy / "new")
+    names = "config.data.batch_size=8", "config.train.accumulation=1", "--mode=compile"
+    refusals.refused(launch, "training ran out of memory", *names)
+
+
 def test_a_run_whose_last_save_fails_has_not_finished(copy, capsys):
     run = copy / "run"
     with largest_file(20_000):
@@ -293,8 +299,29 @@ def test_one_launch_at_a_time_writes_and_others_may_read(copy):
     config, run = tiny(copy / "a.txt", **{"steps": 3}), copy / "run"
     with run_dir.Lock(run):
         refused(config, run, f"--workdir={run}", f"process {os.getpid()}")
-        refusals.refused(lambda: trainer.compose(config, run), f"--workdir={run}")
+        compose = functools.partial(trainer.train_and_evaluate, config, run, train=False)
+        refusals.refused(compose, f"--workdir={run}")
         assert math.isfinite(inference.evaluate(tiny(copy / "a.txt"), run)["eval/loss"])
+
+
+def test_of_two_launches_that_start_in_a_new_directory_one_trains(copy, monkeypatch):
+    """The other one finds the lock taken, or a run where there was none."""
+    config, folder, take = tiny(copy / "a.txt"), copy / "new", run_dir.Lock.take
+
+    def take_late(lock):
+        shutil.copytree(copy / "run", folder)
+        take(lock)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_dir.Lock, "take", take_late)
+        refusals.refused(lambda: trainer.train_and_evaluate(config, folder), "while this one")
+    shutil.rmtree(folder)
+    with run_dir.Lock(folder) as other, monkeypatch.context() as patch:
+        patch.setattr(run_dir.Lock, "__enter__", lambda lock: lock)  # it was absent at the start
+        other.take()
+        launch = functools.partial(trainer.train_and_evaluate, config, folder)
+        refusals.refused(launch, f"process {os.getpid()}")
+    assert not (folder / "checkpoints").exists()
 
 
 # ---- the end -------------------------------------------------------------------------------------
@@ -382,20 +409,3 @@ def test_more_steps_warn_if_they_change_the_learning_rate(copy, capsys):
     assert capsys.readouterr().err == ""
     setup.experiment(to_config(tiny(copy / "a.txt", **{"steps": 5})), run)
     assert "0.000868 instead of 0.0001" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_batch_that_the_runtime_cannot_allocate_is_one_line(trained, tmp_path):
-    """The estimate before the launch fits. The address space of this process has a GiB left, less
-    than the activations of the batch."""
-    size = {"model.width": 8, "model.mlp.hidden": 2**16, "data.batch_size": 2**12}
-    config = tiny(trained / "a.txt", **size)
-    status = pathlib.Path("/proc/self/status").read_text()
-    used = 1024 * int(re.search(r"VmSize:\s+(\d+) kB", status)[1])
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, hard))
-    try:
-        with pytest.raises(UsageError, match="config.data.batch_size=4096"):
-            trainer.train_and_evaluate(config, tmp_path / "run")
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -156,7 +156,7 @@ def test_gradients_of_the_table_on_a_mesh_are_those_of_one_device():
     by_row = sharding.batch_sharding(mesh, DEFAULT_RULES)
     with sharding.use(mesh, DEFAULT_RULES):
         got = jax.jit(
-            gradients(sharding.shard_count(mesh, DEFAULT_RULES, "batch")),
+            gradients(sharding.shard_count("batch", mesh, DEFAULT_RULES)),
             in_shardings=(layout, by_row, by_row, by_row),
             out_shardings=layout,
         )(params, *batch)
@@ -267,7 +267,7 @@ def test_padding_of_the_vocabulary_changes_nothing(tied):
 
 
 def test_the_vocabulary_is_padded_for_the_mesh():
-    ways = sharding.shard_count(mesh_of(data=2, fsdp=2, tensor=2), DEFAULT_RULES, "vocab")
+    ways = sharding.shard_count("vocab", mesh_of(data=2, fsdp=2, tensor=2), DEFAULT_RULES)
     config = families.small_config({"vocab_multiple": 0}).model
     model = models.build(config, vocab_size=257, context=8, dtype="float32", vocab_ways=ways)
     assert model.padded_vocab == 260
@@ -276,7 +276,7 @@ def test_the_vocabulary_is_padded_for_the_mesh():
 @pytest.mark.parametrize("sizes, shards", [(dict(data=2, fsdp=4), 8), (dict(data=2, tensor=4), 2)])
 def test_batches_are_split_by_row(sizes, shards):
     mesh = mesh_of(**sizes)
-    assert sharding.shard_count(mesh, DEFAULT_RULES, "batch") == shards
+    assert sharding.shard_count("batch", mesh, DEFAULT_RULES) == shards
     rows = np.arange(8 * 5).reshape(8, 5)
     batch = sharding.Placement(mesh, DEFAULT_RULES, 8)({"inputs": rows})["inputs"]
     np.testing.assert_array_equal(batch, rows)

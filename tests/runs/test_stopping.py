@@ -132,31 +132,6 @@ def endless(run, text):
     return ["--config=configs/mod.py", f"--workdir={run}", *arguments]
 
 
-SLOW_SAVE = """if True:
-    import sys, time
-    from efx import main
-    from efx.checkpoint import Checkpointer
-    Checkpointer.save = lambda *arguments, **options: print("saving") or time.sleep(60)
-    sys.exit(main.main())
-"""
-
-
-@pytest.mark.slow
-def test_a_second_signal_ends_the_process_at_once(text, tmp_path, root):
-    command = [sys.executable, "-u", "-c", SLOW_SAVE, *endless(tmp_path / "run", text)]
-    process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE)
-    try:
-        until(process.stdout.fileno(), b"step 1/")
-        process.send_signal(signal.SIGTERM)
-        until(process.stdout.fileno(), b"saving")
-        assert process.poll() is None
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=5) == -signal.SIGTERM
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def test_a_terminal_that_is_closed_saves_the_run(text, tmp_path, root):
     """Writing to it is an error by then."""
     ours, theirs = pty.openpty()
