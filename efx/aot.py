@@ -23,7 +23,7 @@ from efx import models, run_dir, sampling
 from efx.config.load import to_config
 from efx.data import tokenizers
 from efx.errors import UsageError, extra, nearest
-from efx.layers import flops, kernels
+from efx.layers import flops
 from efx.logging import quantity
 from efx.parallel import sharding
 from efx.train import evaluator, optim, setup
@@ -201,9 +201,9 @@ def _replicated(shapes, mesh):
 
 
 def _compile(name, mesh, rules, trace, arguments, held):
-    """Compile a program; returns bytes and FLOPs of one device, collectives and kernels."""
+    """Compile a program; returns bytes, FLOPs and collectives of one device."""
     try:
-        with sharding.use(mesh, rules), kernels.recorded_choices() as choices:
+        with sharding.use(mesh, rules):
             lowered = trace().lower()
         compiled = lowered.compile()
     except UsageError:
@@ -228,7 +228,6 @@ def _compile(name, mesh, rules, trace, arguments, held):
         **parts,
         "flops": (compiled.cost_analysis() or {}).get("flops"),
         "collectives": collectives(compiled.as_text()),
-        "attention": [record["kernel"] for record in kernels.as_records(choices)],
     }
 
 
@@ -300,12 +299,11 @@ def _lines(program):
     cells = [_in_words(int(program[key])) if key in program else "?" for key in _COLUMNS]
     cells.append(quantity(program["flops"], "FLOPs") if program.get("flops") else "?")
     lines = [f"{program['name']:32}{''.join(f'{cell:>13}' for cell in cells)}"]
-    if "attention" in program:
+    if "collectives" in program:
         moved = [
             f"{kind} x {entry['count']} ({_in_words(entry['bytes'])})"
             for kind, entry in program["collectives"].items()
         ]
-        lines.append(f"    attention: {', '.join(program['attention'])}")
         lines.append(f"    collectives: {', '.join(moved) or 'none'}")
     return lines
 

@@ -2,7 +2,7 @@
 
     config.json      every setting, sorted
     run.json         the run's record, and one entry for each launch (versions, git revision,
-                     devices, command line, time, attention kernels, newest saved checkpoint)
+                     devices, command line, time, newest saved checkpoint)
     held_out.json    the held-out part of the text              (efx.data.opened)
     tokenizer.json
     metrics.jsonl    one line for each logged step              (efx.logging)

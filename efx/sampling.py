@@ -26,7 +26,6 @@ from efx import models
 from efx.config.run import SampleConfig
 from efx.config.schema import make
 from efx.errors import UsageError
-from efx.layers import kv_cache
 from efx.layers.report import label
 from efx.parallel import sharding
 
@@ -208,16 +207,14 @@ class Program:
             count_B = count_B + ~done_B  # the stop token itself is not counted
             fits_B = ~done_B & (length_B < self.cache_size)
             positions_B = jnp.where(fits_B, length_B, -1)
-            cache = kv_cache.set_pending_step(cache, step)
             x_BTD, cache = self._features(
                 variables, cache, token_B[:, None], positions_B[:, None], seed_B[0]
             )
             return step + 1, cache, x_BTD[:, 0], length_B + ~done_B, out_BN, count_B, done_B
 
-        cache = kv_cache.start_pending(cache, STREAM)
         state = (jnp.int32(0), cache, last_BD, length_B, out_BN, count_B, done_B)
         step, cache, *state = jax.lax.while_loop(is_running, generate, state)
-        return kv_cache.flush_pending(cache), *state, step
+        return cache, *state, step
 
     def state_shapes(self):
         """Shapes of the cache and of last_BD."""

@@ -13,7 +13,6 @@ from efx.parallel import sharding
 from efx.routing.reports import DEPTH, EXPERTS
 from efx.train import health, losses, memory
 from efx.train.eval_step import by_layer, make_eval_step
-from efx.train.selection_changes import Changes
 from efx.train.step import batch_shapes
 
 # In the order of the logged line, see `describe`.
@@ -92,8 +91,6 @@ class Evaluator:
         self._placement = sharding.Placement(mesh, rules, rows)
         self._steps = steps(model, config, mesh, rules)
         self._by_layer = jax.jit(lambda stats: by_layer(stats, model))
-        compared = filter(None, (report.compared(model) for report in REPORTS))
-        self._changes = [Changes(model, name, mesh, rules, self._seed) for name in compared]
 
     def __call__(self, params, variables):
         """{"eval/loss": nats per token, "eval/bits_per_byte": ..., ...} as Python floats."""
@@ -110,10 +107,6 @@ class Evaluator:
             metrics = self._metrics(Passes(means, bytes_per_token))
             if self._config.repeated_rows:
                 metrics |= self._repeated(params, variables)
-            for changes in self._changes:
-                batch = next(iter(self._batches(changes.placement.rows)))
-                changed = changes(params, variables, batch)
-                metrics |= {f"eval/{name}": value for name, value in changed.items()}
         return metrics
 
     def _metrics(self, passes):

@@ -20,7 +20,7 @@ from flax import linen as nn
 from efx import models
 from efx.data import SPLITS, load
 from efx.errors import UsageError, warn
-from efx.layers import flops, kernels, mup
+from efx.layers import flops, mup
 from efx.parallel import sharding
 from efx.train import named_runs, optim
 from efx.train import step as step_lib
@@ -149,10 +149,8 @@ class Training:
         return jitted.trace(self.shapes, self.batch, seed, self.teacher)
 
     def compile_step(self, model, start=0):
-        """(the compiled `trace_step`, `kernels.as_records` of its attention)."""
-        with kernels.recorded_choices() as choices:
-            compiled = self.trace_step(model, start).lower().compile()
-        return compiled, kernels.as_records(choices)
+        """The compiled `trace_step`."""
+        return self.trace_step(model, start).lower().compile()
 
 
 def variable_shapes(setup, model):

@@ -6,7 +6,6 @@ samples are missing makes these before it trains.
 """
 
 import contextlib
-import functools
 import itertools
 import math
 import time
@@ -86,7 +85,6 @@ class Trainer:
         self.step, self.log = 0, RunLog(e, self.training.shapes.params)
         self.scores = {}  # {step: checkpoint.best_metric}
         self.warn_of_sleep = health.Watch()
-        self.attention = []  # kernels of the compiled steps, as run.json records them
         self._use(e.model)
 
     def _use(self, model):
@@ -234,9 +232,7 @@ class Trainer:
             self.log.push(self.step, metrics)
             if is_first:
                 jax.block_until_ready(metrics)
-                self.log.print_first_step(
-                    self.step, self.started, self.compile_seconds, self.attention
-                )
+                self.log.print_first_step(self.step, self.started, self.compile_seconds)
                 is_first = False
             if self.step < e.steps:
                 # While the device computes this step, the host fetches the next one's tokens.
@@ -278,11 +274,8 @@ class Trainer:
         begin = time.monotonic()
         # Count the executed FLOPs now, not during a timed step.
         self.experiment.flops(stage.start + 1, nominal=False)
-        compiled, attention = self.training.compile_step(stage.model, stage.start)
+        compiled = self.training.compile_step(stage.model, stage.start)
         self.compile_seconds = time.monotonic() - begin
-        self.attention += [choice for choice in attention if choice not in self.attention]
-        amend = functools.partial(run_dir.amend_launch, self.workdir, attention=self.attention)
-        multihost.run_on_primary(self.workdir, amend)
         return compiled
 
     def _is_save_due_by_time(self):

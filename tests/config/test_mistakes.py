@@ -114,7 +114,7 @@ NEW_RUNS = [
      "config.model.dropout.sites=()", "mlp_output"),
     ("masks of probabilities", "model.dropout.kind=attention", "dropout.sites=", "elementwise"),
     ("mask heads", "model.dropout.kind=attention model.dropout.sites=('mlp_output',)"
-     " model.dropout.attention.num_heads=5", "dropout.attention.num_heads=5"),
+     " model.attention.num_heads=5 model.attention.head_dim=8", "attention.num_heads=5"),
     ("dense connections under scan", "model.dense_former.on=True model.scan_layers=True",
      "config.model.scan_layers=True", "config.model.dense_former.on=True"),
     ("adapter without a base", "adapter.kind=lora", "adapter.kind='lora'", "config.init.run"),
