@@ -199,13 +199,13 @@ class RunDir:
         decision = json.loads(text) if text else {"of": None, "held_out": None}
         return {**decision, **{name: entry[name] for name in ("source", "eval_source")}}
 
-    def check_config(self, config, may_differ, completed=None):
+    def check_config(self, config, may_differ, add_defaults=None):
         """{key: [before, now]} of the permitted changes if `config` may resume the run.
 
         Arguments and errors: see `open_run`.
         """
         recorded, changed, refused = self.config, {}, []
-        recorded = completed(recorded) if completed else recorded
+        recorded = add_defaults(recorded) if add_defaults else recorded
         for key, (before, now) in differences(recorded, json.loads(json.dumps(config))).items():
             if any(re.fullmatch(pattern, key) for pattern in may_differ):
                 changed[key] = [before, now]
@@ -347,7 +347,7 @@ class OpenedRun:
         _write_json(folder / RUN_FILE, {"launches": [*launches, launch], **entries})
 
 
-def open_run(workdir, config, *, command_line, may_differ=(), completed=None):
+def open_run(workdir, config, *, command_line, may_differ=(), add_defaults=None):
     """The `OpenedRun` of a directory that is free, or whose run `config` may resume.
 
     All processes call this; process 0 checks. Nothing is written.
@@ -358,7 +358,7 @@ def open_run(workdir, config, *, command_line, may_differ=(), completed=None):
       command_line: list of str for run.json.
       may_differ: regexes (full match on the dotted key, such as `log\\..*`) of settings that a
         later launch may change.
-      completed: function that adds settings that are newer than a recorded config, or None.
+      add_defaults: function that adds settings that are newer than a recorded config, or None.
 
     Raises: UsageError naming the settings that differ with both values, or the file at fault.
     """
@@ -367,7 +367,7 @@ def open_run(workdir, config, *, command_line, may_differ=(), completed=None):
     def check():
         run.check_writable()
         if run.has_result:
-            changed.update(run.check_config(config, may_differ, completed))
+            changed.update(run.check_config(config, may_differ, add_defaults))
         return int(not run.has_result)
 
     is_new = bool(multihost.run_on_primary(workdir, check))

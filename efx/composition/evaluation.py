@@ -23,7 +23,7 @@ from efx.logging import tables
 from efx.parallel import sharding
 from efx.train import losses
 from efx.train.eval_step import evaluation_keys
-from efx.train.evaluator import scored
+from efx.train.evaluator import describe_scored_text
 
 
 def evaluate(config, workdir, step=None):
@@ -97,7 +97,7 @@ def score(ensemble, other_runs):
         for name, count, *row in table.itertuples()
     ]
     text = tables.markdown(["held-out loss (nats)", *table.columns], cells)
-    text += f"\n\n{scored(data, config.evaluate, len(nats))}\n"
+    text += f"\n\n{describe_scored_text(data, config.evaluate, len(nats))}\n"
     io.write_atomic(ensemble.workdir / "evaluation.md", text)
     io.write_atomic(ensemble.workdir / "evaluation.csv", table.to_csv(index_label="name"))
     return table

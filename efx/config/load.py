@@ -108,7 +108,7 @@ def config_of_run(workdir, setting="--workdir"):
     Args:
       setting: the flag or setting that names the directory, for messages.
     """
-    recorded = completed(run_dir.RunDir(workdir, setting).config)
+    recorded = with_new_defaults(run_dir.RunDir(workdir, setting).config)
     path = io.folder(workdir) / run_dir.CONFIG_FILE
     try:
         plain = ConfigDict(_with_tuples(recorded))
@@ -135,7 +135,7 @@ def _fill(block, values):
             block[key] = value.to_dict() if is_mapping(value) else value
 
 
-def completed(recorded):
+def with_new_defaults(recorded):
     """A recorded config with the defaults of settings that are newer than the run; warns of them.
 
     A dict that is not a config is returned unchanged.

@@ -16,7 +16,7 @@ import pandas as pd
 
 from efx import run_dir
 from efx.config import flags, schema
-from efx.config.load import completed, to_config
+from efx.config.load import to_config, with_new_defaults
 from efx.errors import UsageError
 from efx.logging import read_metrics
 from efx.parallel.signals import STOPPING
@@ -207,7 +207,7 @@ def is_finished(run):
         return False
     try:
         plain = schema.as_dict(config)
-        changed = found.check_config(plain, launch.MAY_DIFFER, completed)
+        changed = found.check_config(plain, launch.MAY_DIFFER, with_new_defaults)
     except UsageError:
         return False  # the command reports it
     if changed.keys() & {"steps", "train_flops"}:

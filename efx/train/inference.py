@@ -17,7 +17,7 @@ from efx.models.config import SAME_MODEL
 from efx.parallel import sharding
 from efx.sampling import TextSampler
 from efx.train import health, optim, setup
-from efx.train.evaluator import Evaluator, describe, scored
+from efx.train.evaluator import Evaluator, describe, describe_scored_text
 from efx.train.named_runs import check_tokenizer
 
 # Settings that change the function or the random numbers of a model with the same parameters.
@@ -127,7 +127,7 @@ def evaluate(config, workdir, step=None):
     if jax.process_index() == 0:
         print(describe(step, metrics))
         health.Watch()(metrics, step / e.steps)
-        print(scored(e.data, config.evaluate, metrics["eval/tokens"]))
+        print(describe_scored_text(e.data, config.evaluate, metrics["eval/tokens"]))
         if warning := model_change_warning(e.config, workdir):
             print(warning)
         c, trained_on = config.data, run_dir.RunDir(workdir).setting("data.source")

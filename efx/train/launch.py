@@ -6,7 +6,7 @@ import jax
 
 from efx import io, run_dir
 from efx.config import schema
-from efx.config.load import completed
+from efx.config.load import with_new_defaults
 from efx.errors import UsageError, is_primary
 from efx.logging import MetricsWriter
 from efx.logging.writer import RESUMED_FILES, WANDB_ID_FILE, check_wandb
@@ -55,7 +55,7 @@ class Launch:
             schema.as_dict(config),
             command_line=list(command_line),
             may_differ=MAY_DIFFER,
-            completed=completed,
+            add_defaults=with_new_defaults,
         )
         self.run, self.is_new = self._opened.run, self._opened.is_new
         if config.log.wandb:

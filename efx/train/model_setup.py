@@ -56,20 +56,20 @@ def build_model(config, vocab_size, mesh, rules, *, run_config=None, name="", me
 
 def build_with_members(config, tokenizer, mesh, rules):
     """`build_model` of a config whose model may be composed of other runs."""
-    members, names = [], []
+    members, vocab_size = [], tokenizer.vocab_size
     for key, run in config.model.member_runs:
-        names.append(f"config.model.{key}={run}")
+        name = f"config.model.{key}={run}"
         run_config = named_runs.config_of_single_model(run, f"config.model.{key}")
         if _tokenizer_of(run).fingerprint != tokenizer.fingerprint:
+            first_key, first = config.model.member_runs[0]
             raise UsageError(
-                f"{names[-1]}: its tokenizer differs from that of {names[0]}; all members need the "
-                "same tokenizer"
+                f"{name}: its tokenizer differs from that of config.model.{first_key}={first}; all "
+                "members need the same tokenizer"
             )
         # Its vocabulary is padded for the devices of this run.
-        run_config, name = _with_padding(run_config, 0), names[-1]
-        options = dict(run_config=run_config, name=name)
-        members.append(build_model(config, tokenizer.vocab_size, mesh, rules, **options))
-    return build_model(config, tokenizer.vocab_size, mesh, rules, members=members)
+        options = dict(run_config=_with_padding(run_config, 0), name=name)
+        members.append(build_model(config, vocab_size, mesh, rules, **options))
+    return build_model(config, vocab_size, mesh, rules, members=members)
 
 
 def teacher_setup(config, tokenizer=None, *, vocab_size=0, devices=None):

@@ -8,7 +8,7 @@ import jax
 
 from efx.layers.flops import count_params, device_peak
 from efx.logging import duration, quantity
-from efx.train.evaluator import bits, cut
+from efx.train.evaluator import bits, describe_scored_part
 
 # Logged at their latest value; other metrics are averaged over the steps since the last row.
 LATEST_VALUES = ("train/nonfinite_total", "train/nonfinite_run")
@@ -201,7 +201,7 @@ class RunLog:
             f"finished: {step} steps, {quantity(step * e.tokens_per_step, 'tokens')}, "
             f"{quantity(self.flops(step), 'FLOPs')} in {duration(row['seconds'])} of "
             f"training, held-out loss {row['eval/loss']:.4f} nats"
-            f"{bits(row, ' ({} bits per byte)')}{cut(row)}"
+            f"{bits(row, ' ({} bits per byte)')}{describe_scored_part(row)}"
         )
 
 

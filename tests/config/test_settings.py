@@ -10,7 +10,7 @@ from refusals import refused
 
 from efx import models
 from efx.config import schema
-from efx.config.load import completed, to_config
+from efx.config.load import to_config, with_new_defaults
 from efx.config.names import OTHER_NAMES, setting_names
 from efx.config.run import default_config
 from efx.config.schema import Count, Fraction, Natural, block
@@ -94,7 +94,7 @@ def test_a_setting_that_a_run_predates_has_its_default():
     whole = json.loads(json.dumps(schema.as_dict(to_config(default_config()))))
     older = json.loads(json.dumps(whole))
     del older["optim"]["clip_norm"], older["model"]["mlp"]
-    assert completed(whole) == completed(older) == whole
+    assert with_new_defaults(whole) == with_new_defaults(older) == whole
 
 
 def test_each_name_of_another_program_leads_to_one_setting():

@@ -25,9 +25,9 @@ CONFIG = {
 MAY_DIFFER = ("steps", r"log\..*")
 
 
-def look(path, config=CONFIG, completed=None):
+def look(path, config=CONFIG, add_defaults=None):
     return run_dir.open_run(
-        path, config, command_line=["efx", "--x"], may_differ=MAY_DIFFER, completed=completed
+        path, config, command_line=["efx", "--x"], may_differ=MAY_DIFFER, add_defaults=add_defaults
     )
 
 
@@ -85,12 +85,12 @@ def test_permitted_changes_are_recorded(tmp_path):
 def test_a_run_that_is_older_than_a_setting_resumes_at_its_default(tmp_path):
     open_run(tmp_path)
 
-    def completed(stored):
+    def add_defaults(stored):
         return {**stored, "model": {**stored["model"], "new": 1}}
 
-    assert not look(tmp_path, changed(model={"new": 1}), completed).is_new
-    refused(lambda: look(tmp_path, changed(model={"new": 2}), completed), "config.model.new")
-    run_dir.RunDir(tmp_path).check_config(changed(model={"new": 1}), MAY_DIFFER, completed)
+    assert not look(tmp_path, changed(model={"new": 1}), add_defaults).is_new
+    refused(lambda: look(tmp_path, changed(model={"new": 2}), add_defaults), "config.model.new")
+    run_dir.RunDir(tmp_path).check_config(changed(model={"new": 1}), MAY_DIFFER, add_defaults)
 
 
 @pytest.mark.parametrize(
