@@ -104,12 +104,12 @@ class RunDir:
       workdir: path or gs:// address; the directory may be absent.
       setting: the flag or setting that names it, for messages.
     Attributes:
-      path: of the directory.
+      path: of the directory. name: the setting and its value, for messages.
       step, meta: of the newest checkpoint with readable metadata; None and {} without one.
     """
 
     def __init__(self, workdir, setting="--workdir"):
-        self.path, self._named = io.folder(workdir, setting), f"{setting}={workdir}"
+        self.path, self.name = io.folder(workdir, setting), f"{setting}={workdir}"
         self.step, self.meta = _newest_meta(self.path / CHECKPOINTS)
 
     @functools.cached_property
@@ -125,13 +125,13 @@ class RunDir:
 
     @functools.cached_property
     def record(self):
-        """The record of the newest checkpoint, and `launches` of run.json; {} without a run."""
+        """The record of the newest checkpoint, without one of run.json, and its `launches`."""
         path = self.path / RUN_FILE
         contents = _read_dict(path) if path.is_file() else {}
         launches = contents.get("launches", [])
         if not isinstance(launches, list) or not all(isinstance(each, dict) for each in launches):
             raise UsageError(f"{path}: not the record of a run; delete it (it is a copy)")
-        return {**contents, **self.meta.get("record", {})}
+        return {**self.meta.get("record", contents), "launches": launches}
 
     @functools.cached_property
     def config(self):
@@ -141,13 +141,13 @@ class RunDir:
         Raises: UsageError if this is not a run directory or its config cannot be read.
         """
         if not self.path.is_dir():
-            raise UsageError(f"{self._named}: there is no such run directory")
+            raise UsageError(f"{self.name}: there is no such run directory")
         if config := self.meta.get("record", {}).get("config"):
             return config
         path = self.path / CONFIG_FILE
         if not path.is_file():
             raise UsageError(
-                f"{self._named}: not a run directory, it has no {CONFIG_FILE}; use a directory "
+                f"{self.name}: not a run directory, it has no {CONFIG_FILE}; use a directory "
                 "written by --mode=train"
             )
         return _read_dict(path)
@@ -214,7 +214,7 @@ class RunDir:
         if refused:
             others = f" and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
             raise UsageError(
-                f"{self._named} has a run with another config ({'; '.join(refused[:_SHOWN])}"
+                f"{self.name} has a run with another config ({'; '.join(refused[:_SHOWN])}"
                 f"{others}); use another --workdir, or the values of that run"
             )
         return changed
@@ -251,7 +251,7 @@ class RunDir:
             missing = [name for name in (CONFIG_FILE, RUN_FILE) if not (self.path / name).exists()]
         if missing:
             raise UsageError(
-                f"{self._named} has {present} but no {missing[0]}; restore or mount it, or use "
+                f"{self.name} has {present} but no {missing[0]}; restore or mount it, or use "
                 "another --workdir"
             )
 

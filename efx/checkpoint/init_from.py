@@ -60,7 +60,7 @@ def start_from(state, config, model, report):
         report(f"experts: {', '.join(experts)}")
     if config.adapter.kind != "none":
         for run in (c.run, *experts):
-            changed = changed_settings(run, config, _MODEL_SETTINGS)
+            changed = changed_settings(run_dir.RunDir(run), config, _MODEL_SETTINGS)
             listed = ", ".join(f"config.{key}={value!r}" for key, (_, value) in changed.items())
             if changed:
                 report(f"this is not the model of {run}: {listed}")
@@ -68,12 +68,12 @@ def start_from(state, config, model, report):
 
 
 def changed_settings(run, config, among):
-    """Return {dotted key: (value in a run, value in `config`)} of the settings that differ.
+    """Return {dotted key: (value in a `RunDir`, value in `config`)} of the settings that differ.
 
     Args:
       among: regex of the keys to compare.
     """
-    recorded = with_new_defaults(run_dir.RunDir(run).config)
+    recorded = with_new_defaults(run.config)
     now = json.loads(json.dumps(schema.as_dict(config)))  # lists for tuples, as recorded
     return run_dir.differences(recorded, now, among)
 

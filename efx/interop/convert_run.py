@@ -76,7 +76,7 @@ def convert(config, folder, to, workdir, *, command_line=()):
     """
     config, parent_path = to_config(config), _absolute_path(folder)
     _check_config(config, config_of_run(folder, "--from"), to)
-    named_runs.check_tokenizer(config, "--from", parent_path)
+    named_runs.check_tokenizer(config, run_dir.RunDir(parent_path, "--from"))
     if config.adapter.kind != "none":  # adapters need a base run
         config = schema.replaced(config, {"init.run": parent_path})
     with new_run.opened(workdir, config, command_line) as run:

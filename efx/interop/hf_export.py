@@ -66,7 +66,7 @@ def export_run(config, workdir, folder, *, step=None, dtype=None, shard_size="5G
         as_kind = f"as {ARCHITECTURES[written['model_type']].name}, for {TRANSFORMERS}"
     size = quantity(count_params(params), "parameters")
     print(f"{folder}: {size} of {workdir}, step {step}, {as_kind}")
-    if warning := inference.model_change_warning(built.config, workdir):
+    if warning := inference.model_change_warning(built.config, run_dir.RunDir(workdir)):
         print(warning)
 
 

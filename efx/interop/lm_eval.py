@@ -70,7 +70,7 @@ class EfxLM(TemplateLM):
             raise UsageError(f"--workdir={workdir}: an ensemble; use one of the runs in it")
         config = flags.parse(["efx", "--mode=evaluate", f"--workdir={workdir}", *settings]).config
         built, self.step, params, variables = inference.restore(config, workdir, step)
-        if warning := inference.model_change_warning(built.config, workdir):
+        if warning := inference.model_change_warning(built.config, run_dir.RunDir(workdir)):
             warn(warning)
         self.model, self.efx_tokenizer = built.model, built.tokenizer
         self.variables = {"params": params, **variables}

@@ -114,9 +114,9 @@ def evaluate(config, workdir, step=None):
     Args:
       config: ConfigDict or `Config`. step: of the checkpoint; None: the newest.
     """
-    config = to_config(config)
-    check_tokenizer(config, "--workdir", workdir)
-    if changed_settings(workdir, config, r"evaluate\.calibrate") and config.evaluate.calibrate:
+    config, run = to_config(config), run_dir.RunDir(workdir)
+    check_tokenizer(config, run)
+    if changed_settings(run, config, r"evaluate\.calibrate") and config.evaluate.calibrate:
         raise UsageError(
             f"config.evaluate.calibrate={config.evaluate.calibrate}: --mode=evaluate scores the "
             "thresholds of the checkpoint; set it for training or for --mode=export"
@@ -128,9 +128,9 @@ def evaluate(config, workdir, step=None):
         print(describe(step, metrics))
         health.Watch()(metrics, step / e.steps)
         print(describe_scored_text(e.data, config.evaluate, metrics["eval/tokens"]))
-        if warning := model_change_warning(e.config, workdir):
+        if warning := model_change_warning(e.config, run):
             print(warning)
-        c, trained_on = config.data, run_dir.RunDir(workdir).setting("data.source")
+        c, trained_on = config.data, run.setting("data.source")
         if not c.eval_source and c.source != trained_on:
             print(f"to score the whole text, use --config.data.eval_source={c.source}")
         for name, value in sorted(metrics.items()):
@@ -139,9 +139,9 @@ def evaluate(config, workdir, step=None):
     return metrics
 
 
-def model_change_warning(config, workdir):
+def model_change_warning(config, run):
     """A warning about settings that change the model after training, or ""."""
-    changed = changed_settings(workdir, config, _MODEL_SETTINGS)
+    changed = changed_settings(run, config, _MODEL_SETTINGS)
     listed = (
         f"config.{key}={value!r} (trained with {before!r})"
         for key, (before, value) in changed.items()
@@ -156,8 +156,8 @@ def sample(config, workdir, step=None, stream=None):
       config, step: see `evaluate`. stream: None: standard output.
     Returns: statistics of the sampler.
     """
-    config = to_config(config)
-    check_tokenizer(config, "--workdir", workdir)
+    config, run = to_config(config), run_dir.RunDir(workdir)
+    check_tokenizer(config, run)
     e, step, params, variables = restore(config, workdir, step)
     is_primary = jax.process_index() == 0
     sampler = TextSampler(e.model, e.tokenizer, config.sample, rules=e.rules)
@@ -169,7 +169,7 @@ def sample(config, workdir, step=None, stream=None):
         if "routed_fraction" in stats:
             line += f"; routed blocks computed {stats['routed_fraction']:.1%} of their tokens"
         print(line + _describe_overflow(stats), file=sys.stderr)
-        if warning := model_change_warning(e.config, workdir):
+        if warning := model_change_warning(e.config, run):
             print(warning, file=sys.stderr)
     return stats
 

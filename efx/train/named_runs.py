@@ -54,24 +54,19 @@ def saved_tokenizer(config, run=None):
         return path
     named = [("config.init.run", config.init.run)]
     named += [(f"config.model.{key}", run) for key, run in config.model.member_runs[:1]]
-    for name, other in named:
-        if other and (path := RunDir(other, name).tokenizer_path):
-            check_tokenizer(config, name, other)
-            return path
+    for setting, folder in named:
+        if folder and (other := RunDir(folder, setting)).tokenizer_path:
+            check_tokenizer(config, other)
+            return other.tokenizer_path
     return None
 
 
-def check_tokenizer(config, name, run):
-    """UsageError unless `config.data.tokenizer` is the tokenizer of another run.
-
-    Args:
-      name: flag or setting that names the run.
-    """
-    spec, other = config.data.tokenizer, RunDir(run, name)
-    theirs, path = other.setting("data.tokenizer"), other.tokenizer_path
+def check_tokenizer(config, run):
+    """UsageError unless `config.data.tokenizer` is the tokenizer of a `RunDir`."""
+    spec, theirs, path = config.data.tokenizer, run.setting("data.tokenizer"), run.tokenizer_path
     if spec != theirs and not (path and is_tokenizer(spec, load_tokenizer(path))):
         raise UsageError(
-            f"config.data.tokenizer={spec!r}: {name}={run} was trained with {theirs!r}; use "
+            f"config.data.tokenizer={spec!r}: {run.name} was trained with {theirs!r}; use "
             f"--config.data.tokenizer={theirs}"
         )
 

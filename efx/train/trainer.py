@@ -189,16 +189,10 @@ class Trainer:
         """`missing_work` at the restored step, as process 0 sees it."""
         if self.step > self.experiment.steps:
             return []
-        missing = []
         last_step = self.experiment.steps if train else self.step
-        for name in ("evaluate", "sample") if train else ("evaluate",):
-
-            def is_missing(name=name):
-                return int(name in missing_work(self.config, self.workdir, self.step, last_step))
-
-            if multihost.run_on_primary(self.workdir, is_missing):
-                missing.append(name)
-        return missing
+        missing = missing_work(self.config, self.workdir, self.step, last_step)
+        names = ("evaluate", "sample") if train else ("evaluate",)
+        return [name for name in names if multihost.from_primary(name in missing)]
 
     def _compose(self):
         """Save and evaluate step 0, unless an earlier launch has; returns the row of metrics."""

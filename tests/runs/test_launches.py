@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import refusals
-from run_files import TINY, largest_file, move, tiny
+from run_files import TINY, edit_record, largest_file, move, tiny
 
 from efx import main, run_dir
 from efx.checkpoint import start_from
@@ -246,7 +246,9 @@ def test_a_run_whose_text_tokenizer_or_settings_were_replaced_is_refused(copy):
     copies of the record say, config.json and run.json, does not matter."""
     text, run = copy / "a.txt", copy / "run"
     config = tiny(text, **{"steps": 3})
-    (run / "run.json").unlink()
+    copied = json.loads((run / "run.json").read_text())
+    edited = {**copied, "tokenizer": "of another run", "subset": "of another run"}
+    (run / "run.json").write_text(json.dumps(edited))
     (run / "config.json").write_text('{"seed": 5, "steps": 5, "model": {}}')
     text.write_text(TEXT[::-1])
     refused(config, run, str(text))
@@ -261,6 +263,9 @@ def test_a_run_whose_text_tokenizer_or_settings_were_replaced_is_refused(copy):
         (run / name).unlink()
         refused(config, run, name)
         (run / name).write_text(whole)
+    edit_record(run, lambda record: record | {"subset": "of other documents"})
+    refused(config, run, "config.data.subset")
+    edit_record(run, lambda record: {k: v for k, v in record.items() if k != "subset"})
     trainer.train_and_evaluate(config, run)
     assert json.loads((run / "config.json").read_text())["seed"] == 0
 
