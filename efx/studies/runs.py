@@ -69,14 +69,14 @@ def safe_name(name):
     return re.sub(r"[^A-Za-z0-9.]+", "_", name).strip("_")
 
 
-def check(runs, extra=(), made=()):
+def check(runs, extra=(), written=()):
     """Raise UsageError, before anything trains, for a run that `efx.main` would refuse.
 
     Settings and text sources are checked; no model is built.
 
     Args:
       extra: the user's arguments for every run.
-      made: text sources that earlier runs write.
+      written: text sources that earlier runs write.
     """
     from efx.data.sources import check_present
 
@@ -99,7 +99,7 @@ def check(runs, extra=(), made=()):
         data = run.config().data
         for name in ("source", "eval_source"):
             source = getattr(data, name)
-            if source and source not in made:
+            if source and source not in written:
                 check_present(source, f"config.data.{name}")
 
 

@@ -40,7 +40,7 @@ class Outer:
 @pytest.mark.parametrize("changes, name", [
     ({"kind": "othr"}, "config.outer.kind='othr'"),
     ({"names": "ab"}, "config.outer.names='ab'"),
-    ({"names": ("a", 1)}, "config.outer.names=('a', 1)"),
+    ({"names": ("a", 1)}, "config.outer.names[1]=1"),
     ({"rate": True}, "config.outer.rate=True"),
     ({"limit": -1}, "config.outer.limit=-1"),
     ({"limit": 1.5}, "config.outer.limit=1.5"),
@@ -49,7 +49,7 @@ class Outer:
     ({"inner": 3}, "config.inner=3"),
     ({"inner": {"size": 0, "share": 0.5}}, "config.inner.size=0"),
     ({"inner": {"size": 1, "share": math.nan}}, "config.inner.share=nan"),
-    ({"inner": {"size": 1, "share": (0.5, 2)}}, "config.inner.share=(0.5, 2)"),
+    ({"inner": {"size": 1, "share": (0.5, 2)}}, "config.inner.share[1]=2"),
     ({"inner": {"size": 1, "share": "all"}}, "config.inner.share='all'"),
     ({"inner": {"size": 1}}, "config.inner.share"),
     ({"inner": {"size": 1, "share": 1, "sise": 2}}, "config.inner.sise"),
