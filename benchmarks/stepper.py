@@ -32,7 +32,7 @@ class Stepper:
         self._placement = sharding.Placement(*self._mesh_and_rules, self.config.data.batch_size)
         self._seed = np.uint32(config.seed)
         self._batch = self._put_batch(random_tokens(config, vocab_size))
-        self._teacher = experiment.teacher and inference.read_teacher(experiment)[1]
+        self._teacher, _ = inference.read_teacher(experiment)
         with sharding.use(*self._mesh_and_rules):
             self._step = self._training.compile_step(self.model)
         needs = self._step.memory_analysis()

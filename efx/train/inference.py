@@ -8,7 +8,7 @@ import jax
 import optax
 
 from efx import io, models, run_dir
-from efx.checkpoint import Checkpointer
+from efx.checkpoint import Checkpointer, fingerprint
 from efx.checkpoint.init_from import changed_settings
 from efx.config.load import to_config
 from efx.errors import UsageError
@@ -71,11 +71,25 @@ def _model_at(model, step, steps):
     return started[-1 if step else 0]
 
 
-def read_teacher(experiment, step=None):
-    """(step of the checkpoint, {"params", "state" if there is any}) of an experiment's teacher."""
-    run = experiment.config.train.teacher
-    _, step, params, variables = restore(experiment.teacher.config, run, step)
-    return step, {"params": params, **variables}
+def read_teacher(experiment, recorded=None):
+    """(variables, origin) of the teacher of an experiment, (None, None) without one.
+
+    Args:
+      recorded: the origin by the run's first launch, whose checkpoint is used; None: the newest.
+    Raises: UsageError if that checkpoint has other parameters now.
+    """
+    if experiment.teacher is None:
+        return None, None
+    run, teacher = experiment.config.train.teacher, experiment.teacher
+    step = recorded and recorded["step"]
+    _, step, params, variables = restore(teacher.config, run, step)
+    origin = {"run": run, "step": step, "parameters": fingerprint(params, teacher.model.vocab_size)}
+    if recorded and origin["parameters"] != recorded["parameters"]:
+        raise UsageError(
+            f"config.train.teacher={run}: its parameters at step {step} are not those that this "
+            "run has learned from; use the directory of the first teacher"
+        )
+    return {"params": params, **variables}, origin
 
 
 def checkpointer(workdir, c, scores=None):

@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 from efx import io, run_dir
-from efx.checkpoint import fingerprint, start_from
+from efx.checkpoint import start_from
 from efx.config.load import to_config
-from efx.errors import NotFinite, RunStopped, UsageError
+from efx.errors import NotFinite, RunStopped
 from efx.logging import Progress
 from efx.logging.writer import samples_path
 from efx.parallel import multihost, sharding
@@ -80,7 +80,8 @@ class Trainer:
         self.launch.check_text(self.experiment.data)
         e = self.experiment
         self.placement = sharding.Placement(e.mesh, e.rules, config.data.batch_size)
-        self.teacher, self.teacher_origin = self._read_teacher()
+        recorded = None if self.launch.is_new else self.launch.run.record.get("teacher")
+        self.teacher, self.teacher_origin = inference.read_teacher(e, recorded)
         self.seed = jax.device_put(np.uint32(config.seed), sharding.replicated(e.mesh))
         self.step, self.log = 0, RunLog(e, self.training.shapes.params)
         self.scores = {}  # {step: checkpoint.best_metric}
@@ -95,24 +96,6 @@ class Trainer:
         if c.every:
             options = dict(batch_size=c.num_samples, rules=e.rules)
             self.sampler = TextSampler(model, e.tokenizer, c, **options)
-
-    def _read_teacher(self):
-        """(variables, origin) of the teacher, (None, None) without one.
-
-        A resumed run uses the checkpoint of the teacher that its first launch recorded.
-        """
-        e, run = self.experiment, self.config.train.teacher
-        if e.teacher is None:
-            return None, None
-        recorded = None if self.launch.is_new else self.launch.run.record.get("teacher")
-        step, teacher = inference.read_teacher(e, recorded and recorded["step"])
-        parameters = fingerprint(teacher["params"], e.teacher.model.vocab_size)
-        if recorded and parameters != recorded["parameters"]:
-            raise UsageError(
-                f"config.train.teacher={run}: its parameters at step {step} are not those of "
-                f"the teacher of --workdir={self.workdir}; use the directory of the first teacher"
-            )
-        return teacher, {"run": run, "step": step, "parameters": parameters}
 
     def run(self, train=True):
         """Train to the last step; returns the last row of metrics.

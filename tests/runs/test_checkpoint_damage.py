@@ -260,3 +260,6 @@ def test_a_run_directory_that_vanishes_is_not_made_again(tmp_path):
         run.rename(away)
         refused(lambda: checkpointer.save(2, make_state(2), {}, {}), f"{run}/checkpoints")
         assert not run.exists()
+        run.mkdir()  # a mount point without its disk
+        refused(lambda: checkpointer.save(2, make_state(2), {}, {}), "config.json")
+        assert not list(run.iterdir())

@@ -95,10 +95,16 @@ def test_the_first_signal_is_a_request_and_the_second_is_not_caught(monkeypatch,
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # before the first step
         stop.listen()
         assert not stop.stop_requested()
+        repeated = []
+
+        def repeat(*_):
+            repeated.append(os.kill(os.getpid(), signal.SIGTERM))
+
         signal.setitimer(signal.ITIMER_REAL, 0.2)
-        again = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        before = signal.signal(signal.SIGALRM, repeat)
         os.kill(os.getpid(), signal.SIGTERM)
-        signal.signal(signal.SIGALRM, again)
+        signal.signal(signal.SIGALRM, before)
+        assert repeated  # while the first one was handled
         assert stop.name == "SIGTERM" and stop.stop_requested()
         after = signal.default_int_handler if in_notebook else signal.SIG_DFL
         assert signal.getsignal(signal.SIGINT) == after
