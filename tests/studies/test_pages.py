@@ -185,11 +185,11 @@ def test_a_report_in_a_browser(tmp_path):
 def test_a_report_shows_the_worth_and_the_gates_of_routed_blocks(tmp_path):
     config = {"data": {"tokenizer": "bytes"}, "model": {"depth": 2}, "seed": 0}
     health = {"eval/router/worth": 0.0123, "eval/router/gate_min": 0.3}
-    text = report.page(
-        [str(logged_run(tmp_path / "a", config, [(1, {"train/loss": 2.0} | health)]))]
-    )
+    row = {"train/loss": 2.0, "eval/adapter/gate": math.nan} | health
+    text = report.page([str(logged_run(tmp_path / "a", config, [(1, row)]))])
     for column in health:
         assert report.CURVES[column] in text
+    assert report.CURVES["eval/adapter/gate"] not in text  # it has no value
     assert ">0.0123<" in text
 
 

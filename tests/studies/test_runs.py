@@ -232,13 +232,13 @@ def test_runs_of_different_texts_are_not_compared():
 
 # ---- processes ---------------------------------------------------------------------------------
 
-# Replaces Python: a run that marks its state, and saves for half a second on a signal.
+# Replaces Python: a run that marks its state, and saves for two seconds on a signal.
 RUN = """#!{python}
 import os, pathlib, signal, sys, time
 mark = pathlib.Path(__file__).parent / f"run_{{os.getpid()}}"
 def save(number, frame):
     signal.signal(number, signal.SIG_IGN)
-    time.sleep(0.5)
+    time.sleep(2)
     mark.write_text(f"saved by {{signal.Signals(number).name}}")
     sys.exit(0)
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
