@@ -426,7 +426,7 @@ class Config:
             raise UsageError(
                 "config.optim.name='schedule_free_adamw': evaluates averaged parameters, whose "
                 "scores the thresholds do not follow; use another optimiser, or "
-                f"{routing.where}.causal='aux_loss' or 'predictor'"
+                f"{routing.where}.causal_decision='aux_loss' or 'predictor'"
             )
 
 

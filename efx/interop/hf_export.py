@@ -150,7 +150,7 @@ _VALUES = {
     "depth_routing.gate": ("identity", "sigmoid", "tanh", "twice_sigmoid", "one"),
     "depth_routing.score": ("router",),
     "depth_routing.train_selection": ("topk", "threshold"),
-    "depth_routing.causal": ("aux_loss", "threshold", "predictor"),
+    "depth_routing.causal_decision": ("aux_loss", "threshold", "predictor"),
     "depth_routing.kv_for_skipped": (False,),
     "depth_routing.skip_mlp": (0,),
 }
@@ -170,7 +170,7 @@ _EVERY_VALUE = frozenset(
     mlp.moe.num_shared mlp.moe.num_noop mlp.moe.computed_fraction dropout.rate dropout.sites
 
     depth_routing.recursions depth_routing.every depth_routing.blocks depth_routing.capacity
-    depth_routing.capacity_stages depth_routing.also_train depth_routing.predictor_hidden
+    depth_routing.capacity_stages depth_routing.extra_decisions depth_routing.predictor_hidden
     depth_routing.threshold_decay depth_routing.threshold_warmup depth_routing.bce_reaches_input
     depth_routing.slack""".split()
 )
@@ -252,7 +252,7 @@ def efx_config(model):
             for i in range(c.depth)
         ],
         routing=dict(
-            decision=routing.causal,
+            decision=routing.causal_decision,
             router_norm=routing.router_norm,
             gate=routing.gate,
             slack=routing.slack,

@@ -156,7 +156,7 @@ class TokenMapper:
         for name, (member, _) in self._model.members.items():
             if path.startswith(f"{name}/"):
                 path, part = path.removeprefix(f"{name}/"), member
-        time_RS = part.token_of_place(path, np.asarray(choice.positions_BT), length)
+        time_RS = part.token_indices(path, np.asarray(choice.positions_BT), length)
         result = np.full((length, *value.shape[2:]), np.nan)
         result[time_RS[time_RS >= 0]] = value[time_RS >= 0]
         return result

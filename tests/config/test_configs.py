@@ -49,7 +49,7 @@ def test_depth_routing_decides_by_the_threshold():
     """The least loss in results/mod_table.json."""
     for name in ("mod", "mode", "latent:mod", "convert_mod", "shakespeare_char:mod"):
         routing = load_config(name).model.depth_routing
-        assert (routing.kind, routing.causal) == ("mod", "threshold"), name
+        assert (routing.kind, routing.causal_decision) == ("mod", "threshold"), name
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -66,7 +66,8 @@ NEW_RUNS = [
     ("all is frozen", "optim.frozen=.*", "config.optim.frozen='.*'", "nothing"),
     ("multiplier without factor", "optim.lr_multipliers=(('.*',),)", "multipliers[0]", "pair"),
     ("rate without a match", "optim.lr_multipliers=(('x',2.0),)", "[0]='x'", "embed"),
-    ("averaging and decay", "optim.name=schedule_free_adamw model.depth_routing.causal=aux_loss",
+    ("averaging and decay", "optim.name=schedule_free_adamw"
+     " model.depth_routing.causal_decision=aux_loss",
      "config.optim.schedule.kind='cosine'", "'constant'"),
     ("averaging and thresholds", "optim.name=schedule_free_adamw", "optim.name=", "'aux_loss'"),
     ("muP and muon", "optim.name=muon model.mup.base_width=16", "optim.name='muon'", "adamw"),
@@ -87,7 +88,8 @@ NEW_RUNS = [
     ("stages without routing", "model.depth_routing.kind=none"
      " model.depth_routing.capacity_stages=((0.5,1.0),)", "capacity_stages=", "kind='mod'"),
     ("loss of a control", "model.depth_routing.score=position"
-     " model.depth_routing.causal=aux_loss", "depth_routing.score='position'", "'threshold'"),
+     " model.depth_routing.causal_decision=aux_loss", "depth_routing.score='position'",
+     "'threshold'"),
     ("score that does not exist", "model.depth_routing.score=rooter", "'rooter'", "'router'"),
     ("recursion of 2 blocks", "model.depth_routing.kind=recursion", "model.depth=2", "at least 3"),
     ("recursion that grows", RECURSION + "model.depth_routing.capacity=(0.3,0.5)",

@@ -38,13 +38,13 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 NORMED = dict(kind="mod", every=1, capacity=0.5, slack=1.0, router_norm="rms")
 OWN = {
-    "predictor": dict(depth_routing=dict(causal="predictor", **NORMED)),
-    "mod_gate_one": dict(depth_routing=dict(causal="aux_loss", gate="one", **NORMED)),
+    "predictor": dict(depth_routing=dict(causal_decision="predictor", **NORMED)),
+    "mod_gate_one": dict(depth_routing=dict(causal_decision="aux_loss", gate="one", **NORMED)),
     "post_norm": dict(
         block_kind="post_norm",
         use_bias=True,
         attention=dict(num_kv_heads=2, window=9, qk_norm="width"),
-        depth_routing=dict(causal="threshold", **NORMED),
+        depth_routing=dict(causal_decision="threshold", **NORMED),
         mlp=families.experts(),
     ),
 }
