@@ -46,6 +46,7 @@ def curves(table, column):
     labels = {column: CURVES[column], "value": ""}
     figure = px.line(rows, x="value", y=column, color="run", facet_col="axis", markers=True,
                      labels=labels, template="plotly_white", height=330)  # fmt: skip
+    figure.for_each_annotation(lambda title: title.update(text=title.text.removeprefix("axis=")))
     return figure.update_xaxes(matches=None)
 
 
@@ -58,7 +59,7 @@ def table_of_runs(runs, last):
             is_diverged = runs.diverged & (name in metrics.LOSSES)
             cells[title] = np.where(is_diverged, "diverged", values)
     with pd.option_context("display.max_colwidth", None):
-        return cells.to_html(index=False, border=0, table_id="runs")
+        return cells.to_html(index=False, border=0, justify="left", table_id="runs")
 
 
 def page(paths):
