@@ -20,7 +20,7 @@ explains them. The main ones; the paper leaves those with a * open:
     score                   what tokens are selected by: the learned "router"; or a control, with
                             gate "one": "stochastic", "position" or "token_hash"
     train_selection         "topk"; or "threshold", which is causal
-    causal                  "threshold", "aux_loss" or "predictor"
+    causal_decision         "threshold", "aux_loss" or "predictor"
     slack*                  limit of a causal decision, as a multiple of the capacity
 
 Variants:
