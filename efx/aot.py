@@ -76,7 +76,7 @@ def compile_and_report(config, topology_name, *, vocab_size=None, workdir=None, 
     config = to_config(config)
     vocab_size = vocab_size or _vocab_size(config, workdir)
     devices, limit = describe(topology_name)
-    e = setup.without_text(config, vocab_size, devices)
+    e = setup.experiment_without_data(config, vocab_size, devices)
     one_device = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), devices[:1])
     show = (lambda *lines: None) if as_json else functools.partial(print, flush=True, sep="\n")
     # Kernels are chosen by the platform of the default device and of the mesh.
@@ -114,7 +114,7 @@ def compile_and_report(config, topology_name, *, vocab_size=None, workdir=None, 
 
 def _vocab_size(config, workdir):
     """Return the number of ids of a run's tokenizer, or of one that needs no text."""
-    if workdir and (saved := run_dir.saved_tokenizer(workdir)):
+    if workdir and (saved := run_dir.RunDir(workdir).tokenizer_path):
         return tokenizers.load_tokenizer(saved).vocab_size
     kind, argument = tokenizers.parse(config.data.tokenizer)
     if kind == "bpe":

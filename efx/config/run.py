@@ -310,9 +310,6 @@ class MeshConfig:
     tensor: Devices = 1  # heads and hidden features
     expert: Devices = 1  # experts of an MoE
     sequence: Devices = 1  # tokens of a row
-    # Groups of devices connected by a slower network (TPU slices, or hosts); only the axis `data`
-    # crosses it. 0: the number of slices
-    dcn_data: Natural = 0
 
 
 @block("config.checkpoint")

@@ -28,7 +28,7 @@ from efx.layers.flops import count_params
 from efx.logging import quantity
 from efx.routing import parameters
 from efx.routing.calibrate import calibrate
-from efx.train import finished_run, setup
+from efx.train import inference
 
 # Supported versions; the tests load exports with the oldest and the newest.
 TRANSFORMERS = "transformers>=4.57.1,<6"
@@ -55,7 +55,7 @@ def export_run(config, workdir, folder, *, step=None, dtype=None):
     check_new(io.local_path(folder, "--to"))
     batches = checked.evaluate.calibrate
     splits = ("train",) if batches else ()
-    built, step, params, variables = setup.finished(config, workdir, step, splits=splits)
+    built, step, params, variables = inference.restore(config, workdir, step, splits=splits)
     if batches:
         train_batches = itertools.islice(built.data.train_iterator(), batches)
         variables = calibrate(built.model, params, variables, train_batches)
@@ -66,7 +66,7 @@ def export_run(config, workdir, folder, *, step=None, dtype=None):
         as_kind = f"as {ARCHITECTURES[written['model_type']].name}, for {TRANSFORMERS}"
     size = quantity(count_params(params), "parameters")
     print(f"{folder}: {size} of {workdir}, step {step}, {as_kind}")
-    if warning := finished_run.model_change_warning(built.config, workdir):
+    if warning := inference.model_change_warning(built.config, run_dir.RunDir(workdir)):
         print(warning)
 
 

@@ -18,7 +18,7 @@ from efx.interop import new_run
 from efx.interop.architectures import ARCHITECTURES, params_from_hf, settings_of
 from efx.layers.flops import count_params
 from efx.logging import quantity
-from efx.train import other_runs
+from efx.train import named_runs
 
 INDEX = "model.safetensors.index.json"
 # How an import without --config trains: for trained parameters, on a small machine.
@@ -157,7 +157,7 @@ def import_run(config, folder, workdir, *, command_line=()):
     hf = read_config(folder)
     _check_settings(config, settings_of(hf))
     tokenizer = load_tokenizer(folder / run_dir.TOKENIZER_FILE)
-    if not other_runs.is_tokenizer(config.data.tokenizer, tokenizer):
+    if not named_runs.is_tokenizer(config.data.tokenizer, tokenizer):
         raise UsageError(
             f"config.data.tokenizer={config.data.tokenizer!r}: the model of --from={folder} "
             f"needs its own {run_dir.TOKENIZER_FILE}; leave the setting out"

@@ -29,7 +29,7 @@ from efx.models.stack import Layer
 from efx.parallel import sharding
 from efx.studies import cli
 from efx.train import setup
-from efx.train.step import evaluation_keys
+from efx.train.eval_step import evaluation_keys
 
 MEASURED = (Layer, Compress, Upsample)
 VOCABULARY = 256
@@ -110,7 +110,7 @@ def _scaled(key, size, width, old_width):
 
 def activation_sizes(config, steps):
     """Return {module: mean |x|} after training."""
-    e = setup.without_text(to_config(config), VOCABULARY)
+    e = setup.experiment_without_data(to_config(config), VOCABULARY)
     size, length, seed = e.config.data.batch_size, e.config.data.seq_len, np.uint32(e.config.seed)
     tokens_BT1 = np.random.default_rng(0).integers(0, VOCABULARY, (size, length + 1), np.int32)
     batch = {"inputs": tokens_BT1[:, :-1], "targets": tokens_BT1[:, 1:]}

@@ -13,7 +13,6 @@
   drop the work of computing them.
 """
 
-import logging
 import re
 from typing import NamedTuple
 
@@ -29,7 +28,6 @@ from efx.errors import UsageError
 from efx.layers import mup
 from efx.routing.parameters import params_pattern
 
-_log = logging.getLogger(__name__)
 # Muon's orthogonal updates are scaled by 0.2 sqrt(max(in, out)), the size of AdamW's (arXiv
 # 2502.16982, section 2.2), so that one learning rate and one decay serve both.
 MUON_UPDATE_RMS = 0.2
@@ -53,7 +51,6 @@ def make_optimizer(config_optim, total_steps, params_shapes, mup_ratio=1.0):
     c = make(OptimConfig, config_optim)
     if c.name == "schedule_free_adamw":
         _check_schedule_free(c)
-    _warn_about_schedule(c.schedule, total_steps)
     schedule = make_schedule(c, total_steps)
     groups = parameter_groups(c, params_shapes, mup_ratio)
     shapes = meta.unbox(params_shapes)
@@ -147,22 +144,6 @@ def _warmup_steps(shape, total_steps):
 def _wsd_decay_steps(shape, end):
     """Number of decay steps of a `wsd` schedule that ends at step `end`; 0 for other kinds."""
     return max(1, round(shape.decay_fraction * end)) if shape.kind == "wsd" else 0
-
-
-def _warn_about_schedule(shape, total_steps):
-    warmup = _warmup_steps(shape, total_steps)
-    if warmup < shape.warmup_steps:
-        _log.warning(
-            "config.optim.schedule.warmup_steps=%d: does not fit into the run of %d steps; "
-            "warming up for %d",
-            *(shape.warmup_steps, total_steps, warmup),
-        )
-    if shape.decay_steps > total_steps:  # right for a run that will be extended
-        _log.warning(
-            "config.optim.schedule.decay_steps=%d: is past the last step, config.steps=%d; the "
-            "learning rate will not reach its final value",
-            *(shape.decay_steps, total_steps),
-        )
 
 
 # ---- parameter groups ----------------------------------------------------------------------------

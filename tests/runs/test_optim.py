@@ -117,11 +117,6 @@ def test_rates_by_hand(total, shape, expected):
     np.testing.assert_allclose(rates, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_a_warmup_that_does_not_fit_is_reported(params, caplog):
-    built(params, schedule=dict(warmup_steps=50))
-    assert "config.optim.schedule.warmup_steps=50" in caplog.text
-
-
 # --- clipping, decay, freezing, multipliers -------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ import pandas as pd
 
 from efx.layers import batch_means
 from efx.studies import plot, report, routing_map, token_choices
-from efx.train.step import by_layer
+from efx.train.eval_step import by_layer
 
 T = 24
 
