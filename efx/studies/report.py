@@ -52,7 +52,7 @@ def curves(table, column):
 
 def table_of_runs(runs, last):
     """Return the table of runs as HTML. last: the last value of each metric, by run."""
-    cells = runs[["run", "settings"]]
+    cells = runs[["run", "settings"]].copy()
     for name, title in COLUMNS.items():
         if name in last:
             values = last[name][runs.run].map("{:.5g}".format).replace("nan", "–").to_numpy()
@@ -84,6 +84,7 @@ def page(paths):
         "runs": table_of_runs(runs, table.groupby("run", sort=False).last()),
         "samples": "\n".join(samples) or "<p>none</p>",
         "figures": "\n".join(figures),
+        # Last, because it may contain the names of parts.
         "plotly": f"<script>{plotly.offline.get_plotlyjs()}</script>",
     }
     text = TEMPLATE.read_text(encoding="utf-8")

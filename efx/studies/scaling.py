@@ -130,13 +130,13 @@ def fit_law(means, losses, start=None):
     return Law(E, A * np.exp(a * x.mean()), B * np.exp(b * z.mean()), a, b), fitted
 
 
-def interpolate(means, column):
-    """Return a function of parameters that interpolates a column, both in logarithms.
+def flops_per_token(means):
+    """Return a function of parameters that interpolates FLOPs a token, both in logarithms.
 
     6 N FLOPs a token would be wrong for routed and for small models. Beyond the measured sizes the
     end slopes continue.
     """
-    table = means.groupby("parameters")[column].mean()
+    table = means.groupby("parameters").flops_per_token.mean()
     x, y = np.log(table.index.to_numpy()), np.log(table.to_numpy())
     inside, slopes = PchipInterpolator(x, y), np.diff(y) / np.diff(x)
 
@@ -160,7 +160,7 @@ class LawFit:
     """
 
     def __init__(self, means, draws, rng):
-        self.means, self._flops_per_token = means, interpolate(means, "flops_per_token")
+        self.means, self._flops_per_token = means, flops_per_token(means)
         self.law, fitted = fit_law(means, means.loss.to_numpy())
         start = self.law.a, self.law.b
         drawn = [fit_law(means, losses, start)[0] for losses in _draws(means, fitted, draws, rng)]
