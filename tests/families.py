@@ -263,6 +263,8 @@ FAMILIES = {
         order="cross_first",
         depth=3,
         encoder_depth=4,
+        decoder_input_norm=True,
+        decoder_input_positions=True,
         attention=dict(chunk=10, window=9, qk_norm="head"),
         embedding_loss="log_cosine",
         logit_softcap=8.0,

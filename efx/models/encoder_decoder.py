@@ -55,6 +55,8 @@ class EncoderDecoderConfig(ModelConfig):
     cross_source: Literal["same_layer", "previous_layer", "final"] = "previous_layer"
     # With "final": d_0 is Linear(encoder output), as published, or Linear(e_0).
     serial_start: Literal["encoder", "embedding"] = "encoder"
+    decoder_input_norm: bool = False  # d_0 = Linear(LN(...))
+    decoder_input_positions: bool = False  # d_0 + the embedding of the next position
     # "subtract": LN(d_L) - the embedding of the next position; "subtract_norm": then a norm.
     # None: "subtract" with learned positions, "none" with "rope".
     output_positions: Literal["none", "subtract", "subtract_norm"] | None = None
@@ -80,10 +82,9 @@ class EncoderDecoderConfig(ModelConfig):
             self.refuse("cross_heads", f"{heads} does not divide config.model.width={self.width}")
         if rope:
             self.attention.check_rotary(self.width // heads, f"config.model.cross_heads={heads}")
-            if self.output_positions not in (None, "none"):
-                self.refuse(
-                    "output_positions", "positions='rope' has no position embeddings; use 'none'"
-                )
+            for name, off in (("decoder_input_positions", False), ("output_positions", "none")):
+                if getattr(self, name) not in (None, off):
+                    self.refuse(name, f"positions='rope' has no position embeddings; use {off!r}")
         return dataclasses.replace(
             self,
             cross_heads=heads,
@@ -272,8 +273,9 @@ class EncoderDecoder(LanguageModel):
     def setup(self):
         c, block = self.config, self.block_config()
         # The last token also has a next position.
-        rows = c.context + (c.output_positions != "none")
-        self.setup_embedding(rows if c.positions == "learned" else 0)
+        adds_next = c.decoder_input_positions or c.output_positions != "none"
+        self.setup_embedding(c.context + adds_next if c.positions == "learned" else 0)
+        self.norm_input = blocks.make_norm(block)
         self.decoder_input = Linear(c.width, ("embed", "table"), block.std, c.use_bias, self.dtype)
         specs, last = self.layer_specs()
         self.layers = Stack(specs, c.scan_layers, c.remat, layer=TwoStreamLayer)
@@ -288,21 +290,30 @@ class EncoderDecoder(LanguageModel):
         if c.cross_source == "final":
             e_BTD, _ = self.layers((x_BTD, None), call)
             start_BTD = e_BTD if c.serial_start == "encoder" else x_BTD
-            streams = e_BTD, self._start_decoder(start_BTD)
+            streams = e_BTD, self._start_decoder(start_BTD, call)
         else:
-            streams = self.layers((x_BTD, self._start_decoder(x_BTD)), call)
+            streams = self.layers((x_BTD, self._start_decoder(x_BTD, call)), call)
         e_BTD, d_BTD = self.last(streams, call)
         has_loss = c.embedding_loss != "none" and not call.decode
         if has_loss and (batch_means.is_collecting(self) or self.is_initializing()):
             self.loss(embedded_BTD, e_BTD, call.segment_ids_BT)
         x_BTD = self.norm_final(d_BTD)
         if c.output_positions != "none":
-            x_BTD = x_BTD - self.position_embedding(call.positions_BT + 1, x_BTD.shape)
+            x_BTD = x_BTD - self._next_positions(x_BTD, call)
         return self.norm_output(x_BTD) if c.output_positions == "subtract_norm" else x_BTD
 
-    def _start_decoder(self, x_BTD):
+    def _start_decoder(self, x_BTD, call):
         """d_0."""
-        return constrain(self.decoder_input(x_BTD), "batch", "length", "act_embed")
+        if self.config.decoder_input_norm:
+            x_BTD = self.norm_input(x_BTD)
+        d_BTD = self.decoder_input(x_BTD)
+        if self.config.decoder_input_positions:
+            d_BTD = d_BTD + self._next_positions(d_BTD, call)
+        return constrain(d_BTD, "batch", "length", "act_embed")
+
+    def _next_positions(self, x_BTD, call):
+        """The embedding of the position after each token, in the shape of x."""
+        return self.position_embedding(call.positions_BT + 1, x_BTD.shape)
 
     @nn.nowrap
     def layer_specs(self):

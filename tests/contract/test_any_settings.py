@@ -187,7 +187,8 @@ def encoder_decoder(draw):
         draw, family=["encoder_decoder"], depth=[1, 2, 3], encoder_depth=[0, 0, 2, 3],
         cross_heads=[0, 8], order=["self_first", "cross_first", "cross_only"],
         cross_source=["same_layer", "previous_layer", "final"],
-        serial_start=["encoder", "embedding"],
+        serial_start=["encoder", "embedding"], decoder_input_norm=[False, True],
+        decoder_input_positions=[False, True],
         output_positions=[None, "none", "subtract", "subtract_norm"], positions=["learned", "rope"],
         initialisation=["gpt2", "spike_no_more"],
         embedding_loss=["none", "mse", "cosine", "log_cosine"],
@@ -196,7 +197,7 @@ def encoder_decoder(draw):
     if changes["depth"] == 1:
         changes["encoder_depth"] = 0
     if changes["positions"] == "rope":
-        changes["output_positions"] = None
+        changes |= {"decoder_input_positions": False, "output_positions": None}
     changes["attention.num_kv_heads"] = draw(st.sampled_from([0, 1]))
     changes |= {"mup.base_width": draw(st.sampled_from([0, 0, 8]))}
     depth = changes["depth"]
