@@ -72,6 +72,7 @@ class LatentLossConfig:
     """The loss `latent_prediction` of the next latent of the stack, see `LatentPrediction`."""
 
     kind: Literal["none", "cosine"] = "none"
+    target_gradient: bool = False  # the predicted latent gets a gradient too
 
 
 @block("config.model")
@@ -498,11 +499,12 @@ class DecoderLevel(nn.Module):
 class LatentPrediction(nn.Module):
     """Sow the loss `latent_prediction` of latents x [B, S, D]: 1 - cos(W x_t, x_{t+1}).
 
-    The mean over the pairs (t, t + 1) of one document, 0 if there are none; x_{t+1} gets no
-    gradient. Mirasol, with the cosine as the distance. Equal latents have no loss, so its
-    coefficient must be small.
+    The mean over the pairs (t, t + 1) of one document, 0 if there are none; x_{t+1} gets a gradient
+    with `target_gradient` only. Mirasol, with the cosine as the distance. Equal latents have no
+    loss, so its coefficient must be small.
     """
 
+    config: LatentLossConfig
     std: float
     dtype: jnp.dtype
 
@@ -511,7 +513,9 @@ class LatentPrediction(nn.Module):
         """segment_ids_BS: documents; 0: padding."""
         axes = "embed", "heads"
         linear = Linear(x_BSD.shape[-1], axes, self.std, dtype=self.dtype, name="predict")
-        predicted_BTD, target_BTD = linear(x_BSD[:, :-1]), jax.lax.stop_gradient(x_BSD[:, 1:])
+        predicted_BTD, target_BTD = linear(x_BSD[:, :-1]), x_BSD[:, 1:]
+        if not self.config.target_gradient:
+            target_BTD = jax.lax.stop_gradient(target_BTD)
         cosine_BTD = norms.l2_normalize(predicted_BTD) * norms.l2_normalize(target_BTD)
         loss_BT = 1.0 - jnp.sum(cosine_BTD, axis=-1)
         before_BT, after_BT = segment_ids_BS[:, :-1], segment_ids_BS[:, 1:]
@@ -545,7 +549,7 @@ class Latent(LanguageModel):
         self.mask_input = learned_dropout.make_mask_input(b)
         self.layers = Stack(self.specs(), c.scan_layers, c.remat, c.dense_former)
         if c.latent_loss.kind != "none":
-            self.prediction = LatentPrediction(b.std, self.dtype)
+            self.prediction = LatentPrediction(c.latent_loss, b.std, self.dtype)
         self.decoder = [DecoderLevel(c, i, self.dtype) for i in levels]
         self.norm_final = norms.RMSNorm(c.norm_eps, dtype=self.dtype)
         if not c.tied:
