@@ -329,8 +329,10 @@ FAMILIES = {
         logit_softcap=8.0,
         mlp=dict(activation="swiglu"),
     ),
-    "latent_rope": _latent(
+    "latent_memory": _latent(
         group_size=6,
+        memory_local=2,
+        memory_global=3,
         positions="rope",
         block_kind="parallel",
         level_heads=(2,),
@@ -379,6 +381,8 @@ FAMILIES = {
         compression_blocks=2,
         block_kind="post_norm",
         attention=dict(window=3),
+        memory_local=1,
+        memory_global=1,
         upsampling="attention",
         dropout=masks(input="embedding_linear"),
     ),
@@ -403,6 +407,7 @@ FAMILIES = {
         order="cross_only", adapter=adapters(experts=3, routing="topk", sites=".*/(query|up|out)")
     ),
     "adapter_latent": _latent(
+        memory_local=2,
         upsampling="attention",
         # Of each kind of site one; all take eight times as long.
         adapter=adapters(experts=2, routing="topk", sites=".*/(query|up)"),
@@ -577,6 +582,11 @@ def draws(model):
         lambda: jax.eval_shape(model.apply, variable_shapes(model), tokens(batch=1))
     )
     return selects or rounds or dropout.kind == "standard"
+
+
+def can_pack(model):
+    """Whether a row may hold several documents."""
+    return not refuses(model.check_packing)
 
 
 @functools.cache

@@ -134,6 +134,10 @@ class LanguageModel(nn.Module):
         return self.apply(variables, batch["inputs"], positions_BT, segment_ids_BT, **options)
 
     @nn.nowrap
+    def check_packing(self):
+        """Raise UsageError if the model cannot compute rows of several documents."""
+
+    @nn.nowrap
     def blocks(self):
         """{path in the parameters of the unrolled model: `LayerSpec`}."""
         specs = self.specs()
@@ -147,7 +151,7 @@ class LanguageModel(nn.Module):
     @nn.nowrap
     def token_indices(self, path, positions_RS, length):
         """int [R, S]: the token with which each position of a module's arrays is computed;
-        negative for padding.
+        negative for padding and memory tokens.
 
         Args:
           path: of the module in the unrolled model.

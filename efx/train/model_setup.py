@@ -49,6 +49,8 @@ def build_model(config, vocab_size, mesh, rules, *, run_config=None, name="", me
             f"{name or f'config.model.context={model.context}'}: a context of {model.context} "
             f"tokens; must be at least config.data.seq_len={config.data.seq_len}"
         )
+    if config.data.packing:
+        model.check_packing()
     return model
 
 

@@ -132,6 +132,8 @@ NEW_RUNS = [
     ("documents of one", "data.split=documents", "data.split='documents'", "data.split=tail"),
     ("packing of one document", "data.packing=True", "config.data.packing=True", "one document"),
     ("packing of windows", "data.packing=True data.shuffle=random", "packing=True", "'windows'"),
+    ("packing with memory tokens", "--config=latent data.packing=True model.memory_global=2",
+     "config.model.memory_global=2", "packing=False"),
     ("tail of a mixture", "data.source=mix:stdlib,pydoc", "split='tail'", "split=documents"),
     ("tail of a subset", "data.subset=no", "config.data.split='tail'", "split=documents"),
     ("subset missing", "data.subset=no data.split=documents data.document_bytes=64",

@@ -221,7 +221,7 @@ def latent(draw):
         compression_blocks=[1, 2], block_order=["interleaved", "sequence"],
         upsampling=["repeat", "attention"], repeat=["tile", "in_place"], skip=["sum", "lerp"],
         skip_joins=["after", "before"], positions=["level", "rope", "both"],
-        tied=[True, False],
+        memory_local=[0, 0, 2], memory_global=[0, 0, 1, 2], tied=[True, False],
         initialisation=["gpt2", "spike_no_more"],
     ) | pick(draw, "attention.", window=[0, 0, 3], head_dim=[0, 0, 6])  # fmt: skip
     for name in ("encoder_local", "encoder_global", "decoder_local", "decoder_global"):

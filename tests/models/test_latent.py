@@ -8,8 +8,9 @@ import jax
 import numpy as np
 import pytest
 from families import LENGTH, VOCAB
+from flax import linen as nn
 from formulas import attention, mlp, rms_norm
-from latent_helpers import FEW, LEVELS, MOD, apply, make
+from latent_helpers import FEW, LEVELS, MOD, NONE, apply, make
 from refusals import refused
 
 from efx import models
@@ -35,13 +36,17 @@ def block(x_TD, p, heads, c, keep=None):
 
 def level_blocks(x, p, order, heads, c):
     """x: list of groups [P, D]. p: parameters by name; order: ("local", "global", ...)."""
+    states = {k: p.get(f"memory_{k}", np.zeros((0, x[0].shape[-1]))) for k in ("local", "global")}
     stacks = [name for name in p if name.startswith(("local_", "global_"))]
     stacks.sort(key=lambda name: int(name.split("_")[1]))
     blocks = [(n.split("_")[0], p[n][f"block_{i}"]) for n in stacks for i in range(len(p[n]))]
     assert [kind for kind, _ in blocks] == list(order)
     for kind, q in blocks:
-        rows = [block(row, q, heads, c) for row in (x if kind == "local" else [np.concatenate(x)])]
-        x = np.concatenate(rows).reshape(len(x), *x[0].shape)
+        rows = x if kind == "local" else [np.concatenate(x)]
+        count = len(states[kind])
+        rows = [block(np.concatenate([states[kind], row]), q, heads, c) for row in rows]
+        states[kind] = rows[0][:count]
+        x = np.concatenate([row[count:] for row in rows]).reshape(len(x), *x[0].shape)
     return x
 
 
@@ -75,10 +80,11 @@ def reference(tokens_T, params, model):
             x = [block(g, q["blocks"][f"block_{j}"], heads, c) for g in x]
         x = np.stack(x)[:, -sizes[i] :] + tables[i]
         x = level_blocks(x, p.get("blocks", {}), order_of(c, i, "encoder"), heads, c)
-    y = np.concatenate(x)
+    memory = params.get("memory_global", np.zeros((0, c.width)))
+    y = np.concatenate([memory, *x])
     for i in range(c.depth):
         y = block(y, params["layers"][f"block_{i}"], c.attention.num_heads, c)
-    x = y.reshape(count, sizes[-1], -1)
+    x = y[len(memory) :].reshape(count, sizes[-1], -1)
     for i in reversed(range(1, len(sizes))):
         p, heads, skip = params[f"decoder_{i - 1}"], c.heads[i - 1], skips[i - 1]
         early, is_first = sizes[i - 1] - sizes[i], c.skip_joins == "before"
@@ -117,14 +123,15 @@ def order_of(c, level, side):
 
 
 # Number of levels and settings, each option at least once; the last group is incomplete.
+MEMORY = {"memory_local": 1, "memory_global": 2}
 FORWARD = {
     "transformer": (2, {"compression": "transformer", "compression_blocks": 2,
                         "upsampling": "attention", "positions": "level",
                         "repeat": "in_place", "skip": "lerp", "latents": (5, 2),
-                        "encoder_global": (1, 0), "decoder_local": (0, 1)}),
+                        "encoder_global": (1, 0), "decoder_local": (0, 1), **MEMORY}),
     "three levels": (3, {"positions": "rope", "tied": False, "encoder_local": (0, 1, 0),
                          "encoder_global": (1, 0, 0), "decoder_global": 0,
-                         "decoder_local": (2, 1, 0)}),
+                         "decoder_local": (2, 1, 0), "memory_global": 1}),
     "skip before": (2, {"skip_joins": "before", "positions": "absolute", "latents": (5, 3),
                         "encoder_local": (1, 0), "decoder_global": (0, 1)}),
     "published": (1, {"upsampling": "attention", "upsampling_norm": False,
@@ -133,11 +140,11 @@ FORWARD = {
 SLOW_FORWARD = {
     "window": (1, {"attention.window": 3, "attention.head_dim": 6, "upsampling": "attention",
                    "skip_joins": "before", "skip": "lerp", "encoder_local": 0,
-                   "decoder_local": 2}),
+                   "decoder_local": 2, **MEMORY}),
     "sequence": (3, {"compression": "transformer", "repeat": "in_place", "positions": "rope",
                      "block_order": "sequence", "encoder_local": (2, 0, 0),
                      "encoder_global": (2, 0, 1), "decoder_local": (0, 0, 2),
-                     "decoder_global": (0, 0, 2), "depth": 2}),
+                     "decoder_global": (0, 0, 2), "depth": 2, "memory_local": 2}),
 }  # fmt: skip
 
 
@@ -231,6 +238,14 @@ def test_latents_stand_for_the_last_tokens_of_their_group():
     np.testing.assert_array_equal(row, local.reshape(1, -1))
 
 
+def test_memory_tokens_stand_for_no_token():
+    model = make(MEMORY)
+    stack = model.token_indices("layers/block_0", np.arange(8)[None], 21)
+    np.testing.assert_array_equal(stack, [[-1, -1, 6, 7, 14, 15, -1, -1]])
+    local = model.token_indices("encoder_0/blocks/local_0/block_0", np.tile(range(5), (3, 1)), 21)
+    np.testing.assert_array_equal(local[:2], [[-1, 4, 5, 6, 7], [-1, 12, 13, 14, 15]])
+
+
 # ---- decoding ----------------------------------------------------------------------------------
 
 
@@ -258,7 +273,7 @@ def test_the_cache_keeps_latents_of_finished_groups():
     assert families.cache_bytes(grouped, 1024) < 0.35 * families.cache_bytes(dense, 1024)
 
 
-# ---- settings and costs --------------------------------------------------------------------------
+# ---- settings, costs and noise -------------------------------------------------------------------
 
 REFUSED = [
     ({"latents": (2, 4)}, "config.model.latents=(2, 4)"),
@@ -280,6 +295,13 @@ def test_settings_that_do_not_fit_are_refused_by_name(changes, name):
     refused(lambda: make(changes), name)
 
 
+@pytest.mark.parametrize("name", ["memory_local", "memory_global"])
+def test_packed_rows_have_no_memory_tokens(name):
+    model, tokens_BT = make({name: 2}), families.tokens()
+    arguments = jax.random.key(0), tokens_BT, tokens_BT, tokens_BT
+    refused(lambda: jax.eval_shape(model.init, *arguments), f"config.model.{name}=2")
+
+
 def test_measured_flops_follow_the_fraction_of_routed_latents():
     model = make({**MOD, "depth": 3})
     none, full = (
@@ -289,6 +311,32 @@ def test_measured_flops_follow_the_fraction_of_routed_latents():
     dense = make({"depth": 3}).ledger(32).nominal
     assert full["mlp"] == dense["mlp"] and full["attention_scores"] == dense["attention_scores"]
     assert none["mlp"] == 0 and none["levels"] == full["levels"] == dense["levels"]
+
+
+def test_embedding_noise_is_uniform_in_training_only():
+    """Within alpha / sqrt(T D)."""
+    plain, model = make(NONE, levels=1), make({**NONE, "embedding_noise": 5.0}, levels=1)
+    params, tokens_BT = families.random_params(model), families.tokens(batch=4)
+
+    def embedded(model, train):
+        states = []
+
+        def record(method, args, kwargs, context):
+            if context.module.name == "encoder_0":
+                states.append(args[0])
+            return method(*args, **kwargs)
+
+        with nn.intercept_methods(record):
+            rngs = {"dropout": jax.random.key(0)}
+            model.apply({"params": params}, tokens_BT, train=train, rngs=rngs)
+        return states[0][:, :LENGTH]
+
+    cases = ((model, True), (model, False), (plain, True))
+    noisy, off, expected = families.jit(lambda: [embedded(*case) for case in cases])()
+    np.testing.assert_array_equal(off, expected)
+    noise, bound = np.asarray(noisy - expected), 5.0 / (LENGTH * 8) ** 0.5
+    assert 0.95 * bound < np.abs(noise).max() <= bound * (1 + 1e-5)
+    assert abs(noise.std() - bound / 3**0.5) < 0.1 * bound
 
 
 def test_only_the_latent_stack_has_recursion_and_experts():

@@ -168,6 +168,7 @@ RESUMED = {
         "model.group_size": 8,
         "model.latents": (2,),
         "model.level_widths": (16,),
+        "model.embedding_noise": 5.0,
         "model.depth_routing.kind": "mod",
         "model.depth_routing.capacity": 0.5,
         "model.depth_routing.causal_decision": "threshold",
