@@ -328,8 +328,9 @@ class MaskAttentionConfig:
     detach: bool = False  # no gradient from the masks to their input
     shift_init: NonNegative = 0.0  # initial b, in [0, pi]; 0: masks start near 1
     # "stochastic": 1 with probability m in training, m >= 0.5 at inference; "sigmoid":
-    # sigmoid(60 (m - 1/2)); "sigmoid_straight_through": the same with the gradient of m.
+    # sigmoid(s (m - 1/2)); "sigmoid_straight_through": the same with the gradient of m.
     rounding: Literal["none", "stochastic", "sigmoid", "sigmoid_straight_through"] = "stochastic"
+    sigmoid_scale: Positive = 60.0  # s
 
     def check(self):
         if self.shift_init > 3.1416:

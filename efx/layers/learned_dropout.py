@@ -49,7 +49,7 @@ def cosine_mask(angle):
     return jnp.square(jnp.polyval(jnp.array(_COSINE, jnp.float32), 0.25 * jnp.square(u), unroll=16))
 
 
-def round_mask(m, rounding, uniform=None):
+def round_mask(m, rounding, uniform=None, scale=60.0):
     """The mask to multiply by, in float32.
 
     "stochastic" and "sigmoid_straight_through" pass the gradient to m unchanged (Bengio et al.
@@ -57,7 +57,7 @@ def round_mask(m, rounding, uniform=None):
 
     Args:
       rounding: "none"; "stochastic": 1 with probability m, else 0; "sigmoid" and
-        "sigmoid_straight_through": sigmoid(60 (m - 1/2)).
+        "sigmoid_straight_through": sigmoid(scale (m - 1/2)).
       uniform: random numbers in [0, 1) of m's shape for "stochastic"; None: 1 where m >= 0.5.
     """
     if rounding == "none":
@@ -65,7 +65,7 @@ def round_mask(m, rounding, uniform=None):
     if rounding == "stochastic":
         hard = (m >= 0.5 if uniform is None else uniform < m).astype(m.dtype)
     else:
-        hard = jax.nn.sigmoid(60.0 * m - 30.0)
+        hard = jax.nn.sigmoid(scale * m - scale / 2)
     if rounding == "sigmoid":
         return hard
     return jax.lax.stop_gradient(hard) + (m - jax.lax.stop_gradient(m))
@@ -280,7 +280,7 @@ class AttentionMask(nn.Module):
         uniform = None
         if c.rounding == "stochastic" and call.train:
             uniform = jax.random.uniform(self.make_rng("dropout"), m_BTD.shape, jnp.float32)
-        rounded_BTD = round_mask(m_BTD, c.rounding, uniform)
+        rounded_BTD = round_mask(m_BTD, c.rounding, uniform, c.sigmoid_scale)
         if not call.decode:
             _sow_mask(self, m_BTD, rounded_BTD, call.valid_mask(len(x_BTD))[..., None], call)
         return apply_mask(x_BTD, rounded_BTD)

@@ -154,9 +154,9 @@ def test_attention_mask_by_hand(kind, rounding):
         params["attention"] = matrices(3, *QKV)
         u = attention_by_hand(x[0] if kind == "hidden" else e, params["attention"])
     m = 0.5 * np.cos(u + b) + 0.5
-    sharp = 1 / (1 + np.exp(-60 * (m - 0.5)))
+    sharp = 1 / (1 + np.exp(-5 * (m - 0.5)))
     rounded = {"none": m, "stochastic": m >= 0.5, "sigmoid": sharp}[rounding]
-    block = attention_block(input=kind, rounding=rounding)
+    block = attention_block(input=kind, rounding=rounding, sigmoid_scale=5.0)
     e_BTD = None
     if kind != "hidden":
         e_BTD = apply(ld.MaskInput(block), shared, np.float32(emb), call(3))
