@@ -128,7 +128,7 @@ FORWARD = {
     "transformer": (2, {"compression": "transformer", "compression_blocks": 2,
                         "upsampling": "attention", "positions": "level",
                         "repeat": "in_place", "skip": "lerp", "latents": (5, 2),
-                        "encoder_global": (1, 0), "decoder_local": (0, 1), **MEMORY}),
+                        "encoder_global": (1, 0), "decoder_local": (0, 2), **MEMORY}),
     "three levels": (3, {"positions": "rope", "tied": False, "encoder_local": (0, 1, 0),
                          "encoder_global": (1, 0, 0), "decoder_global": 0,
                          "decoder_local": (2, 1, 0), "memory_global": 1}),
