@@ -407,7 +407,7 @@ def check(members, bridges, batch, seed):
     # Random scores depend on the row.
     drawn = any(member.get("depth_routing.score") == "stochastic" for member in members)
     firsts = range(group, CONTEXT - 1, group)
-    if firsts:
+    if firsts and families.can_pack(model):
         check_documents(held, tokens_BT, int(held.rng.choice(firsts)), alone=not drawn)
 
 
