@@ -26,7 +26,7 @@ from efx.errors import UsageError, extra, nearest
 from efx.layers import flops
 from efx.logging import quantity
 from efx.parallel import sharding
-from efx.train import evaluator, optim, setup
+from efx.train import evaluator, setup
 
 GIB = 2**30
 # Bytes that the compiler lets a program use; the data sheets give a little more.
@@ -148,9 +148,8 @@ def _programs(e, training, one_device):
         trace = functools.partial(training.trace_step, stage.model)
         yield name, e.mesh, e.rules, trace, (state, training.batch, training.teacher), 0
 
-    # A schedule-free optimiser evaluates averages of its parameters. The next batch is read ahead.
-    averages = state.params if optim.keeps_averages(c.optim.name) else ()
-    resident = _bytes_on_device((state, training.teacher, training.batch, averages))
+    # The next batch is read ahead.
+    resident = _bytes_on_device((state, training.teacher, training.batch))
     variables = {"params": state.params, **state.variables}
     shapes = evaluator.shapes_of_step(c, e.mesh, e.rules, state.params, state.variables)
     step = evaluator.steps(e.model, c, e.mesh, e.rules)["causal"]

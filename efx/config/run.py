@@ -267,7 +267,7 @@ class OptimConfig:
     """How parameters are updated."""
 
     # Muon updates matrices, AdamW everything else.
-    name: Literal["adamw", "lion", "muon", "schedule_free_adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "lion", "muon", "sgd"] = "adamw"
     learning_rate: NonNegative = 1e-3  # peak of the schedule
     schedule: ScheduleConfig = ScheduleConfig()
     b1: Probability = 0.9  # decay rate of the first moment
@@ -418,13 +418,6 @@ class Config:
 
     def check(self):
         object.__setattr__(self, "model", config_of(self.model))
-        routing = self.model.depth_routing
-        if routing.has_threshold and self.optim.name == "schedule_free_adamw":
-            raise UsageError(
-                "config.optim.name='schedule_free_adamw': evaluates averaged parameters, whose "
-                "scores the thresholds do not follow; use another optimiser, or "
-                f"{routing.where}.causal_decision='aux_loss' or 'predictor'"
-            )
 
 
 def default_config(family="decoder"):

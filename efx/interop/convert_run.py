@@ -67,7 +67,6 @@ def convert(config, folder, to, workdir, *, command_line=()):
     Args:
       config: ConfigDict, `config_for` the folder with further changes.
       folder: the parent. to: one of `KINDS`. command_line: recorded in run.json.
-    Returns: {"parameters": their number}.
     Raises: UsageError, before anything is written, also for a workdir with a run.
     """
     config, parent_path = to_config(config), _absolute_path(folder)
@@ -101,7 +100,6 @@ def convert(config, folder, to, workdir, *, command_line=()):
         added = f" ({quantity(new)} new)" if new else ""
         total = quantity(count_params(state.params), "parameters")
         print(f"{workdir}: step 0, {total}{added}, converted to {to} from {folder} at step {step}")
-    return {"parameters": count_params(state.params)}
 
 
 def _absolute_path(folder):

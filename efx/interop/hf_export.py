@@ -151,7 +151,7 @@ _VALUES = {
     "depth_routing.score": ("router",),
     "depth_routing.train_selection": ("topk", "threshold"),
     "depth_routing.causal_decision": ("aux_loss", "threshold", "predictor"),
-    "depth_routing.kv_for_skipped": (False,),
+    "depth_routing.kv_for_skipped": (False, True),
     "depth_routing.skip_mlp": (0,),
 }
 # Settings that modeling_efx.py computes with every value, or that do not change a trained model.
@@ -256,6 +256,7 @@ def efx_config(model):
             router_norm=routing.router_norm,
             gate=routing.gate,
             slack=routing.slack,
+            kv_for_skipped=routing.kv_for_skipped,
             predictor_hidden=routing.predictor_hidden or max(1, c.width // 2),
         ),
         moe=dict(

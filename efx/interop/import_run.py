@@ -149,7 +149,6 @@ def import_run(config, folder, workdir, *, command_line=()):
     Args:
       config: ConfigDict, `config_for` the folder with further changes.
       command_line: recorded in run.json.
-    Returns: {"parameters": their number}.
     Raises: UsageError, before anything is written, for a folder that is damaged or does not fit its
       config.json, and for a workdir with a run.
     """
@@ -181,13 +180,11 @@ def import_run(config, folder, workdir, *, command_line=()):
         text = tokenizer.to_json()
         files = {run_dir.TOKENIZER_FILE: text, run_dir.HELD_OUT_FILE: None}
         run.write(state, files, imported=imported, tokenizer=run_dir.checksum(text))
-    parameters = count_params(state.params)
     if is_primary():
-        name = ARCHITECTURES[hf["model_type"]].name
-        print(f"{workdir}: {quantity(parameters, 'parameters')} of {folder} ({name}), step 0")
+        name, size = ARCHITECTURES[hf["model_type"]].name, count_params(state.params)
+        print(f"{workdir}: {quantity(size, 'parameters')} of {folder} ({name}), step 0")
         if unused := rows - tokenizer.vocab_size:
             print(f"left out: {unused} of {rows:,} rows of the embedding, which have no token")
-    return {"parameters": parameters}
 
 
 def _check_settings(config, imported):

@@ -125,7 +125,7 @@ def run_all(runs, jobs=1):
             signal.signal(number, lambda number, frame: received.append(signal.Signals(number)))
     try:
         while (missing or running) and not received:
-            while missing and free_cpus:
+            while missing and free_cpus and not received:
                 run, cpus = missing.pop(0), free_cpus.pop(0)
                 running[start(run, cpus)] = run, cpus
             for process in [each for each in running if each.poll() is not None]:

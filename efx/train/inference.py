@@ -16,7 +16,7 @@ from efx.logging import quantity, read_metrics
 from efx.models.config import SAME_MODEL
 from efx.parallel import sharding
 from efx.sampling import TextSampler
-from efx.train import health, optim, setup
+from efx.train import health, setup
 from efx.train.evaluator import Evaluator, describe, describe_scored_text
 from efx.train.named_runs import check_tokenizer
 
@@ -25,7 +25,7 @@ _MODEL_SETTINGS = rf"(?!model\.({SAME_MODEL})$)(model|adapter)\..*|seed"
 
 
 def restore(config, workdir, step=None, splits=()):
-    """(Experiment or Setup, step, parameters for evaluation, variables) of a run's checkpoint.
+    """(Experiment or Setup, step, parameters, variables) of a run's checkpoint.
 
     The model is that of the stage of capacity that trained the checkpoint.
 
@@ -35,29 +35,23 @@ def restore(config, workdir, step=None, splits=()):
     """
     config, run = to_config(config), run_dir.RunDir(workdir)
     _ = run.config  # raises unless it is a run
-    # Only some optimisers evaluate averaged parameters; then their state is read too.
-    with_optimizer = optim.keeps_averages(config.optim.name)
-    if splits or with_optimizer:
+    if splits:
         built = setup.experiment(config, run, splits, trains=False)
     else:
         built = setup.setup(config, run)
-    if with_optimizer:
-        shapes = setup.Training(built).shapes
-    else:
-        boxed = models.variable_shapes(built.model)
-        shapes = setup.state_shapes(built, boxed, optax.identity())
+    boxed = models.variable_shapes(built.model)
+    shapes = setup.state_shapes(built, boxed, optax.identity())
     with checkpointer(workdir, config.checkpoint, scores={}) as checkpoints:
         restored = checkpoints.restore(
             shapes,
             step=step,
             on_damage=config.checkpoint.on_damage,
             vocab_size=built.model.vocab_size,
-            whole=with_optimizer,
+            whole=False,
         )
     model = _model_at(built.model, restored.step, restored.meta.get("last_step", 0))
-    state, built = restored.state, dataclasses.replace(built, model=model)
-    params = optim.eval_params(config.optim.name, state.opt_state, state.params)
-    return built, restored.step, params, state.variables
+    built = dataclasses.replace(built, model=model)
+    return built, restored.step, restored.state.params, restored.state.variables
 
 
 def _model_at(model, step, steps):

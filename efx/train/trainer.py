@@ -23,7 +23,7 @@ from efx.parallel import multihost, sharding
 from efx.parallel.signals import StopSignals
 from efx.routing.calibrate import calibrate
 from efx.sampling import TextSampler
-from efx.train import health, inference, memory, messages, optim, setup
+from efx.train import health, inference, memory, messages, setup
 from efx.train.evaluator import Evaluator, describe
 from efx.train.launch import Launch
 from efx.train.run_log import RunLog
@@ -291,15 +291,14 @@ class Trainer:
         if not {"evaluate", "sample"} & set(due):
             return
         self._use_stage()
-        params = optim.eval_params(self.config.optim.name, self.state.opt_state, self.state.params)
         if "evaluate" in due:
-            metrics = self.evaluator(params, self.state.variables)
+            metrics = self.evaluator(self.state.params, self.state.variables)
             self.scores[self.step] = metrics.get(self.config.checkpoint.best_metric)
             self.log.write(self.step, metrics)
             self.println(describe(self.step, metrics))
             self.warn_of_sleep(metrics, self.step / self.experiment.steps)
         if "sample" in due:
-            self._sample({"params": params, **self.state.variables})
+            self._sample({"params": self.state.params, **self.state.variables})
         self.launch.mirror.upload()
 
     def _sample(self, variables):

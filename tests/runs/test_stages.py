@@ -83,25 +83,6 @@ def test_only_new_parameters_train(text, dense, tmp_path):  # noqa: F811
     assert last["flops_realised"] == pytest.approx(last["step"] * ratio * executed)
 
 
-AVERAGED = {"optim.name": "schedule_free_adamw", "optim.schedule.kind": "constant"}
-
-
-@pytest.fixture(scope="module")
-def averaged(text, tmp_path_factory):  # noqa: F811
-    """(folder, last row) of a run whose optimiser averages."""
-    folder = tmp_path_factory.mktemp("averaged") / "run"
-    changes = {**DENSE, **AVERAGED, "optim.learning_rate": 0.01, "steps": 12}
-    return folder, run(folder, tiny(text, **changes))
-
-
-def test_a_run_starts_from_the_averages_of_another(text, averaged, tmp_path):  # noqa: F811
-    """It starts from the evaluated model."""
-    folder, first = averaged
-    still = {"optim.learning_rate": 1e-9, "optim.weight_decay": 0.0, "init.run": str(folder)}
-    second = run(tmp_path / "second", tiny(text, **DENSE | AVERAGED | still))
-    assert second["eval/loss"] == pytest.approx(first["eval/loss"], abs=1e-4)
-
-
 # ---- capacities that change ----------------------------------------------------------------------
 
 
