@@ -78,7 +78,7 @@ def check_settings(data, run):
 
 def check_run_files(data, run):
     """A damaged file of a run directory."""
-    names = ["config.json", "run.json", "metrics.jsonl", "tokenizer.json", "held_out.json"]
+    names = ["config.json", "run.json", "metrics.jsonl", "tokenizer.json"]
     name = data.draw(st.sampled_from(names))
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder) / "run"

@@ -3,7 +3,6 @@
     config.json      every setting, sorted
     run.json         the run's record, and one entry for each launch (versions, git revision,
                      devices, command line, time, attention kernels, newest saved checkpoint)
-    held_out.json    the held-out part of the text              (efx.data.opened)
     tokenizer.json
     metrics.jsonl    one line for each logged step              (efx.logging)
     checkpoints/     one directory for each kept step           (efx.checkpoint)
@@ -46,7 +45,6 @@ MANIFEST = "efx_manifest.json"
 ITEMS = ("state", "data", "meta")
 COMMITTED = "commit_success.txt"  # orbax's last file in an object store
 METRICS_FILE = "metrics.jsonl"
-HELD_OUT_FILE = "held_out.json"
 TOKENIZER_FILE = "tokenizer.json"
 CLUSTERING = "clusters/clustering.json"
 LOCK_FILE = ".lock"
@@ -187,31 +185,9 @@ def saved_tokenizer(workdir):
     return path if text is not None else None
 
 
-def recorded_origin(workdir):
-    """`Data.origin` of a run; None if its text is not recorded.
-
-    Raises: UsageError if held_out.json is not the recorded one: held-out text could be trained on.
-    """
-    entry = run_record(workdir).get("text")
-    if entry is None:
-        return None
-    path = io.folder(workdir) / HELD_OUT_FILE
-    text = _read_text(path)
-    if checksum(text) != entry["held_out"]:
-        raise UsageError(
-            f"{path}: the list of held-out documents is missing or was changed; restore the "
-            "file, or use another --workdir"
-        )
-    decision = json.loads(text) if text else {"of": None, "held_out": None}
-    return {**decision, **{name: entry[name] for name in ("source", "eval_source")}}
-
-
-def text_entries(origin):
-    """(contents of held_out.json or None, the record's entry "text") of a `Data.origin`."""
-    decision = {name: origin[name] for name in ("of", "held_out")}
-    text = json.dumps(decision, indent=1) + "\n" if origin["held_out"] else None
-    entry = {name: origin[name] for name in ("source", "eval_source")}
-    return text, {**entry, "held_out": checksum(text)}
+def recorded_text(workdir):
+    """`Data.text_record` of a run; None if its text is not recorded."""
+    return run_record(workdir).get("text")
 
 
 def checksum(text):

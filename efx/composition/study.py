@@ -124,12 +124,14 @@ class Study:
 
     def write_mixture(self):
         """Write the file of the mixture, unless it has this text already."""
-        from efx.data.opened import OpenedTexts
+        from efx.data.texts import load
 
         path, texts = self.folder / "mixture.txt", []
         for name in self.mixed:
-            pieces = OpenedTexts(self.runs[name].config().data).pieces()
-            texts.append(b"".join(text for split, _, text in pieces if split == "train"))
+            data = load(self.runs[name].config().data, seed=0)
+            spans = data.documents("train")
+            documents = (data.tokens("train", *span) for span in spans)
+            texts.append(b"".join(map(data.tokenizer.decode_bytes, documents)))
         text = interleaved(texts).decode(errors="replace")
         if not path.exists() or path.read_bytes() != text.encode():
             self.folder.mkdir(parents=True, exist_ok=True)

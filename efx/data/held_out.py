@@ -1,99 +1,63 @@
-"""The split into training and held-out text: decided once for a run and recorded with it.
+"""Which text is held out: a function of the content of the text, decided once for a run.
 
-Text is split before it is tokenised, so the split is the same for every tokenizer, and BPE is never
-trained on held-out text (`chars` has the characters of all of the text). A changed text would be
-split elsewhere and held-out text would be trained on, so a run records its decision as plain data:
+A changed text would be split elsewhere and held-out text would be trained on, so a run records the
+decision as plain data:
 
-    {"bytes": [from, to], "sum": hash of these bytes}    split="tail"
+    {"bytes": [from, to], "sum": hash of these bytes}    split="tail" (of tokens alone: their ids)
     {"documents": [hash of each document]}               split="documents"
+    {"shards": hash}                                     shards for evaluation
 
-`pieces` splits by it every text that still has these bytes in this place, or these documents.
-Documents that are exactly equal to a held-out one, or to one of which a part is held out, are not
-trained on.
+It holds for every text that still has these bytes in this place, or these documents. Documents that
+are exactly equal to a held-out one, or to one of which a part is held out, are not trained on.
+
+Functions take the ROWs of a text (`shards.ROW`), and `content`: a function of a row, a first and a
+last-plus-one byte that returns these bytes (or their ids).
 """
 
 import dataclasses
-import hashlib
-import logging
+import itertools
+import json
 
 import numpy as np
 
+from efx import io
+from efx.data.disk_cache import content_key
+from efx.data.shards import ENDS, LOST, NO_TEXT
 from efx.data.sources import document_digest
 from efx.errors import UsageError
 
-log = logging.getLogger(__name__)
-
-VERSION = 2  # raise it when the same text is split elsewhere
-_STRIDE = 1 << 24  # bytes counted at a time
-_LEAST_PART = 64  # bytes; shorter texts are in other documents by chance
-# With config.data.shuffle=buffer only documents that begin in these first bytes are held out:
-# training begins before the whole text is read.
-HEAD_BYTES = 1 << 26
+VERSION = 3  # raise it when the same text is split elsewhere
+# Bytes of a held-out document that is also cut out of longer ones: shorter texts are in other
+# documents by chance, and longer ones would not fit into memory.
+CUT_OUT_BYTES = range(64, 1 << 26)
 
 
-def head_of(source):
-    """The Source of the documents that begin in the first HEAD_BYTES of a source."""
+class Documents:
+    """The documents of a text.
 
-    def documents():
-        offset = 0
-        for document in source.documents():
-            yield document
-            offset += len(document.data)
-            if offset >= HEAD_BYTES:
-                return
-
-    return dataclasses.replace(source, documents=documents)
-
-
-def drop_held_out_behind_head(pieces):
-    """The `pieces` of a whole source without held-out ones that begin behind its head.
-
-    The same text is in the head, where it is scored.
-    """
-    offset = 0
-    for split, name, data in pieces:
-        if split == "train" or offset < HEAD_BYTES:
-            yield split, name, data
-        offset += len(data)
-
-
-def drop_documents_of(heldout, source):
-    """A Source without the documents of the Source `heldout`, and without the beginning of one
-    that config.data.max_bytes cut.
-
-    If `heldout` is a single document of `_LEAST_PART` bytes, it is also cut out of longer ones.
+    Attributes:
+      row: int64[rows], the document that each row is in.
+      digests: V16[n]. sizes: int64[n], their bytes.
     """
 
-    def documents():
-        digests = {document_digest(document.data) for document in heldout.documents()}
-        part = next(iter(heldout.documents())).data if len(digests) == 1 else b""
-        changed = 0
-        for document in source.documents():
-            pieces = [document.data]
-            if len(part) >= _LEAST_PART:
-                pieces = document.data.split(part)
-            if document_digest(document.data) in digests:
-                pieces = []
-            elif document.is_cut:
-                others = heldout.documents()
-                if any(other.data.startswith(document.data) for other in others):
-                    pieces = []
-            changed += pieces != [document.data]
-            for piece in filter(None, pieces):
-                yield dataclasses.replace(document, data=piece)
-        if changed:
-            log.info(
-                "%s: held-out text of %s is excluded from training (in %d documents)",
-                source.name, heldout.name, changed,
-            )  # fmt: skip
-
-    return dataclasses.replace(source, documents=documents)
+    def __init__(self, rows):
+        is_first = np.append(True, rows["flags"][:-1] & ENDS > 0)[: len(rows)]
+        first = np.flatnonzero(is_first)
+        self.row = np.cumsum(is_first) - 1
+        self.sizes = np.add.reduceat(rows["bytes"], first) if len(first) else first
+        self.digests = rows["digest"][first]
+        stops = np.append(first[1:], len(rows))
+        for number in np.flatnonzero(stops - first > 1):  # pieces of a long one
+            pieces = rows["digest"][first[number] : stops[number]]
+            self.digests[number] = np.void(document_digest(pieces.tobytes()))
 
 
-def decide(source, method, eval_fraction):
-    """Decide the held-out part of a source.
+def choose_held_out(name, rows, content, is_evaluation, method, eval_fraction):
+    """Decide the held-out part of a text.
 
     Args:
+      name: of the text, for messages.
+      is_evaluation: bool[n], rows that shards for evaluation hold; then nothing else is held out.
       method: "tail": the first int((1 - eval_fraction) * n) of all n characters are for training;
         "documents": whole documents are held out, in the order of their hashes, until their bytes
         come nearest to eval_fraction of all. Documents with the same text are on the same side.
@@ -101,142 +65,282 @@ def decide(source, method, eval_fraction):
     Returns:
       The decision, see above.
     """
+    if is_evaluation.any():
+        return {"shards": document_digest(rows["digest"][is_evaluation].tobytes()).hex()}
     if method == "tail":
-        return _decide_tail(source, eval_fraction)
-    sizes = {}
-    for document in source.documents():
-        digest = document_digest(document.data)
-        sizes[digest] = sizes.get(digest, 0) + len(document.data)
-    if len(sizes) < 2:
+        start, stop = _tail(name, rows, content, eval_fraction), int(rows["bytes"].sum())
+        return {"bytes": [start, stop], "sum": _digest_between(rows, content, start, stop)}
+    documents = Documents(rows)
+    digests, number = np.unique(documents.digests, return_inverse=True)
+    if np.any(rows["flags"] & NO_TEXT) or len(digests) < 2:
         raise UsageError(
-            f"config.data.split='documents': {source.name} has {len(sizes)} different "
-            "documents, and at least 2 are needed; use config.data.split=tail, or cut "
-            "documents with config.data.document_bytes"
+            f"config.data.split='documents': {name} has {len(digests)} different documents, and at "
+            "least 2 with text are needed; use config.data.split=tail, or cut documents with "
+            "config.data.document_bytes"
         )
-    return {"documents": sorted(digest.hex() for digest in _pick(sizes, eval_fraction))}
+    sizes = np.bincount(number, documents.sizes).astype(np.int64)
+    picked = _pick(sizes, eval_fraction)
+    return {"documents": [digests[i].tobytes().hex() for i in picked]}
 
 
-def pieces(source, decision):
-    """Yield ("train" or "eval", name, bytes) for each document, or piece of one, in order.
+def _pick(sizes, eval_fraction):
+    """Indices of the documents to hold out: at least one, and never all.
 
     Args:
-      decision: see above; None: everything is for training.
+      sizes: bytes of different documents, in the order of their hashes.
+    """
+    target, picked_bytes, picked = eval_fraction * int(sizes.sum()), 0, []
+    for index in np.flatnonzero(sizes <= target).tolist():
+        if len(picked) == len(sizes) - 1:
+            break
+        size = int(sizes[index])
+        if picked_bytes + size - target > target - picked_bytes:
+            break  # stopping short is nearer
+        picked.append(index)
+        picked_bytes += size
+    return picked or [int(np.argmin(sizes))]
+
+
+def _tail(name, rows, content, eval_fraction):
+    """The first held-out byte."""
+    counts = np.cumsum(rows["characters"])
+    total = int(rows["characters"].sum())
+    remaining = int((1 - eval_fraction) * total)
+    if not 0 < remaining < total:
+        raise UsageError(
+            f"config.data.eval_fraction={eval_fraction}: a split of {name} ({total} characters) "
+            "is empty; use another fraction or a longer text"
+        )
+    row = int(np.searchsorted(counts, remaining))
+    offset = int(rows["bytes"][:row].sum())
+    remaining -= int(counts[row] - rows["characters"][row])
+    if remaining == rows["characters"][row]:
+        return offset + int(rows["bytes"][row])
+    size = int(rows["bytes"][row])
+    if rows["flags"][row] & (LOST | NO_TEXT):
+        return offset + size * remaining // int(rows["characters"][row])
+    begins = (np.frombuffer(content(row, 0, size), np.uint8) & 0xC0) != 0x80
+    return offset + int(np.flatnonzero(begins)[remaining])
+
+
+def _rows_between(rows, start, stop):
+    """The rows of the bytes start..stop-1 of a text: (slice of those that lie in them as a whole,
+    list of (row, first and last-plus-one byte) of the others)."""
+    ends = np.cumsum(rows["bytes"])
+    begins = ends - rows["bytes"]
+    whole = slice(int(np.searchsorted(begins, start)), int(np.searchsorted(ends, stop, "right")))
+    parts = []
+    for row in sorted({whole.start - 1, whole.stop}):
+        if 0 <= row < len(rows):
+            edges = [
+                int(np.clip(edge, begins[row], ends[row]) - begins[row]) for edge in (start, stop)
+            ]
+            if edges[0] < edges[1]:
+                parts.append((row, *edges))
+    return whole, parts
+
+
+def _digest_between(rows, content, start, stop):
+    """Hash of the bytes start..stop-1 of a text."""
+    whole, parts = _rows_between(rows, start, stop)
+    before, after = b"", b""
+    for row, begin, end in parts:
+        digest = document_digest(content(row, begin, end))
+        before, after = (digest, after) if row < whole.start else (before, digest)
+    return document_digest(before + rows["digest"][whole].tobytes() + after).hex()
+
+
+@dataclasses.dataclass
+class Sides:
+    """The two sides of a text: whole rows and parts of rows.
+
+    Attributes:
+      train, heldout: bool[n], whole rows.
+      train_parts, heldout_parts: lists of (row, first and last-plus-one byte).
+      dropped: number of documents and parts of them on neither side.
+    """
+
+    train: np.ndarray
+    heldout: np.ndarray
+    train_parts: list
+    heldout_parts: list
+    dropped: int
+
+
+def split(name, rows, content, is_evaluation, decision, withheld=(), cut_out=()):
+    """The `Sides` of a text.
+
+    Args:
+      is_evaluation: bool[n], rows that shards for evaluation hold.
+      decision: see above; None: everything else is for training.
+      withheld: V16 array, digests of documents that are not trained on either.
+      cut_out: list of (first and last-plus-one byte) that are not trained on either.
 
     Raises:
-      UsageError: after the last piece, if the text that was held out is no longer in `source`
-        unchanged: a caller that stores the pieces then has to discard them.
+      UsageError: the text that was held out is no longer there unchanged.
     """
+    documents, heldout, heldout_parts = Documents(rows), is_evaluation.copy(), []
     if decision and "bytes" in decision:
-        yield from _tail_pieces(source, decision)
-        return
-    heldout = {bytes.fromhex(digest) for digest in decision["documents"]} if decision else set()
-    present = set()
-    for document in source.documents():
-        digest = document_digest(document.data)
-        if digest in heldout:
-            present.add(digest)
-        yield "eval" if digest in heldout else "train", document.name, document.data
-    if len(present) < len(heldout):
-        _refuse_changed(
-            source,
-            f"{len(heldout) - len(present)} of its {len(heldout)} held-out documents were "
-            "removed or changed in length",
-        )
+        start, stop = decision["bytes"]
+        if _digest_between(rows, content, start, stop) != decision["sum"]:
+            _refuse_changed(name, f"its held-out bytes {start} to {stop} have changed")
+        whole, heldout_parts = _rows_between(rows, start, stop)
+        heldout[whole] = True
+        cut_out = [*cut_out, (start, stop)]
+    elif decision and "documents" in decision:
+        digests = np.frombuffer(bytes.fromhex("".join(decision["documents"])), "V16")
+        if missing := len(digests) - int(np.isin(digests, documents.digests).sum()):
+            problem = f"{missing} of its {len(digests)} held-out documents were removed or changed"
+            _refuse_changed(name, f"{problem} in length")
+        heldout = np.isin(documents.digests, digests)[documents.row]
+    elif decision and choose_held_out(name, rows, content, is_evaluation, "tail", 0.5) != decision:
+        _refuse_changed(name, "the evaluation shards have changed")
+    touched = np.append(documents.row[heldout], [documents.row[row] for row, *_ in heldout_parts])
+    touched = np.unique(touched.astype(int))
+    is_copy = np.isin(documents.digests, documents.digests[touched])
+    is_copy[touched] = False
+    is_copy |= np.isin(documents.digests, np.array(withheld, "V16"))
+    train = ~(heldout | is_copy[documents.row])
+    cuts, dropped = {}, int(is_copy.sum()) + len(cut_out) - bool(decision and "bytes" in decision)
+    for start, stop in cut_out:
+        whole, parts = _rows_between(rows, start, stop)
+        train[whole] = False
+        for row, begin, end in parts:
+            cuts.setdefault(row, []).append((begin, end))
+    train_parts = []
+    for row in cuts:
+        if train[row]:
+            edges = [0, *itertools.chain.from_iterable(sorted(cuts[row])), int(rows["bytes"][row])]
+            parts = zip(edges[::2], edges[1::2], strict=True)
+            train_parts += [(row, begin, end) for begin, end in parts if begin < end]
+            train[row] = False
+    return Sides(train, heldout, train_parts, heldout_parts, dropped)
 
 
-def _refuse_changed(source, problem):
+def held_out_digests(rows, sides):
+    """V16 array: digests of the documents of which at least a part is held out."""
+    documents, parts = Documents(rows), [row for row, *_ in sides.heldout_parts]
+    return documents.digests[
+        documents.row[np.append(np.flatnonzero(sides.heldout), parts).astype(int)]
+    ]
+
+
+def _refuse_changed(name, problem):
     raise UsageError(
-        f"{source.name}: the earlier split cannot be kept: {problem}. Only append text to the "
+        f"{name}: the earlier split cannot be kept: {problem}. Only append text to the "
         "old one (new files of a folder sort last) or add documents; restore the old text, or "
         "use another --workdir"
     )
 
 
-def _pick(sizes, eval_fraction):
-    """Digests of the documents to hold out: at least one, and never all.
+def single_document(source):
+    """The bytes of the only document of a source; None if there are more, or of another length
+    than CUT_OUT_BYTES."""
+    pieces, size = [], 0
+    for document in source.documents():
+        size += len(document.data)
+        if (pieces and pieces[-1].ends) or size >= CUT_OUT_BYTES.stop:
+            return None
+        pieces.append(document)
+    return b"".join(piece.data for piece in pieces) if size in CUT_OUT_BYTES else None
+
+
+def find_copies(documents, texts):
+    """Where `texts` occur in documents.
 
     Args:
-      sizes: {digest: bytes}.
+      documents: iterable of `sources.Document`.
+      texts: bytes, of a length in CUT_OUT_BYTES.
+
+    Returns:
+      List of [first and last-plus-one byte], counted from the first byte of the first document.
     """
-    target, picked_bytes, picked = eval_fraction * sum(sizes.values()), 0, set()
-    for digest in sorted(sizes):
-        size = sizes[digest]
-        if size > target or len(picked) == len(sizes) - 1:
-            continue
-        if picked_bytes + size - target > target - picked_bytes:
-            break  # stopping short is nearer
-        picked.add(digest)
-        picked_bytes += size
-    return picked or {min(sizes, key=lambda digest: (sizes[digest], digest))}
+    found, stop, rest, begin = [], 0, b"", 0
+    longest = max(map(len, texts))
+    for document in documents:
+        data = rest + document.data
+        for text in texts:
+            place = data.find(text)
+            while place >= 0:
+                found.append([begin + place, begin + place + len(text)])
+                place = data.find(text, place + len(text))
+        stop += len(document.data)
+        # A text may begin in this piece and end in the next one, but not in another document.
+        rest = b"" if document.ends else data[-(longest - 1) :]
+        begin = stop - len(rest)
+    return _merged(found)
 
 
-def _decide_tail(source, eval_fraction):
-    counts = [(_count_characters(d.data), len(d.data)) for d in source.documents()]
-    total = sum(count for count, _ in counts)
-    remaining = int((1 - eval_fraction) * total)
-    if not 0 < remaining < total:
-        raise UsageError(
-            f"config.data.eval_fraction={eval_fraction}: a split of {source.name} ({total} "
-            "characters) is empty; use another fraction or a longer text"
-        )
-    offset, start, digest = 0, 0, hashlib.blake2b(digest_size=16)
-    # Not strict: if the text has changed since it was counted, `decide`'s caller refuses it.
-    for document, (count, size) in zip(source.documents(), counts, strict=False):
-        if remaining > 0:  # the held-out tail begins in this document, at its end, or later
-            start = offset + (size if count <= remaining else _offset_of(document.data, remaining))
-            remaining -= count
-        digest.update(memoryview(document.data)[max(start - offset, 0) :])
-        offset += size
-    return {"bytes": [start, offset], "sum": digest.hexdigest()}
+def _merged(ranges):
+    """Ranges in order, those that overlap as one."""
+    merged = []
+    for start, stop in sorted(ranges):
+        if merged and start < merged[-1][1]:
+            merged[-1][1] = max(stop, merged[-1][1])
+        else:
+            merged.append([start, stop])
+    return merged
 
 
-def _tail_pieces(source, decision):
-    start, stop = decision["bytes"]
-
-    def documents():
-        """Yield (document, begin and end of its held-out bytes)."""
-        offset = 0
-        for document in source.documents():
-            size = len(document.data)
-            yield document, *(min(max(edge - offset, 0), size) for edge in (start, stop))
-            offset += size
-
-    copies = {document_digest(d.data) for d, begin, end in documents() if begin < end}
-    dropped, digest = 0, hashlib.blake2b(digest_size=16)
-    for document, begin, end in documents():
-        data = document.data
-        if begin == end and document_digest(data) in copies:
-            dropped += 1
-            continue
-        before, heldout, after = data[:begin], data[begin:end], data[end:]
-        digest.update(heldout)
-        for split, piece in (("train", before), ("eval", heldout), ("train", after)):
-            if piece:
-                yield split, document.name, piece
-    if dropped:
-        log.info("%s: %d copies of held-out documents are not trained on", source.name, dropped)
-    if digest.hexdigest() != decision["sum"]:
-        _refuse_changed(source, f"its held-out bytes {start} to {stop} have changed")
+# ---- a list of training documents ----------------------------------------------------------------
 
 
-# Characters are counted as bytes that do not continue one, so that text which is not UTF-8 can be
-# split as well.
+class Subset:
+    """Training documents, listed in a file by the hash of their text: config.data.subset.
 
+    The held-out text stays the same. A run needs only this file and the corpus, so it can be on any
+    machine that has both (an expert of cBTM is such a run).
 
-def _begins_character(data):
-    return (np.frombuffer(data, np.uint8) & 0xC0) != 0x80
+    Attributes:
+      digests: their `document_digest`s, in hexadecimal.
+      key: hash of the list.
+    """
 
+    def __init__(self, digests):
+        self.digests = frozenset(digests)
+        self.key = content_key(sorted(self.digests))
 
-def _count_characters(data):
-    strides = (data[i : i + _STRIDE] for i in range(0, len(data), _STRIDE))
-    return sum(int(np.count_nonzero(_begins_character(stride))) for stride in strides)
+    def to_json(self):
+        """The contents of the file."""
+        return json.dumps({"sum": self.key, "documents": sorted(self.digests)}, indent=0) + "\n"
 
+    @classmethod
+    def load(cls, path):
+        """Read a file. Raises UsageError if it is missing or damaged."""
+        setting = f"config.data.subset={str(path)!r}"
+        path = io.local_path(path, "config.data.subset")
+        try:
+            # Not limited in size: the list of a large corpus is long.
+            stored = io.parse_json(path.read_text())
+            subset = cls(stored["documents"])
+            if subset.key != stored["sum"]:
+                raise ValueError("it does not match its checksum")
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UsageError(
+                f"{setting} is missing or damaged ({error}); --mode=cluster writes such a file for "
+                "each cluster"
+            ) from error
+        return subset
 
-def _offset_of(data, character):
-    """Offset of the first byte of the character of this number (counted from 0)."""
-    for i in range(0, len(data), _STRIDE):
-        begins = np.flatnonzero(_begins_character(data[i : i + _STRIDE]))
-        if character < len(begins):
-            return i + int(begins[character])
-        character -= len(begins)
-    return len(data)
+    def select(self, rows, content, sides):
+        """Leave only listed documents, and listed parts of documents, on the training side.
+
+        Raises:
+          UsageError: a listed document is not there.
+        """
+        documents = Documents(rows)
+        listed = np.frombuffer(bytes.fromhex("".join(sorted(self.digests))), "V16")
+        is_listed = np.isin(documents.digests, listed)[documents.row]
+        sides.train &= is_listed
+        found = {digest.tobytes().hex() for digest in documents.digests[documents.row[sides.train]]}
+        parts = {
+            part: document_digest(content(*part)).hex()
+            for part in sides.train_parts
+        }
+        sides.train_parts = [part for part in parts if parts[part] in self.digests]
+        if missing := len(self.digests - found - set(parts.values())):
+            raise UsageError(
+                f"config.data.subset: {missing} of its {len(self.digests)} documents are "
+                "not training documents here; use the config.data settings of its clustering, "
+                "or run --mode=cluster again"
+            )

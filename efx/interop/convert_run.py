@@ -188,14 +188,12 @@ def _without_every_second_block(variables, parent, model):
 
 def _text_records(data, folder, tokenizer):
     """(files, entries of run.json) about the text. The same text keeps the parent's split."""
-    files = {run_dir.TOKENIZER_FILE: tokenizer, run_dir.HELD_OUT_FILE: None}
+    files = {run_dir.TOKENIZER_FILE: tokenizer}
     entries = {"tokenizer": run_dir.checksum(tokenizer)}
-    same = all(
-        getattr(data, key) == run_dir.recorded_setting(folder, f"data.{key}")
-        for key in (*other_runs.TEXT_SETTINGS, "subset")
-    )
-    if same and run_dir.recorded_origin(folder) is not None:
-        record, path = run_dir.run_record(folder), io.folder(folder) / run_dir.HELD_OUT_FILE
-        files[run_dir.HELD_OUT_FILE] = path.read_text("utf-8") if path.is_file() else None
+    recorded = run_dir.recorded_setting(folder, "data")
+    settings = other_runs.text_settings(data) | {"subset": data.subset}
+    same = all(recorded[key] == value for key, value in settings.items())
+    if same and run_dir.recorded_text(folder) is not None:
+        record = run_dir.run_record(folder)
         entries |= {name: record[name] for name in ("text", "subset") if name in record}
     return files, entries

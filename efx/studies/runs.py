@@ -98,11 +98,9 @@ def check(runs, extra=(), made=()):
         if key in checked:
             continue
         checked.add(key)
-        data = run.config().data
-        for name in ("source", "eval_source"):
-            source = getattr(data, name)
-            if source and source not in made:
-                check_present(source, f"config.data.{name}")
+        for setting, source in run.config().data.specs().items():
+            if source not in made:
+                check_present(source, setting)
 
 
 def print_commands(runs):

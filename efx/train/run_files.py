@@ -5,6 +5,7 @@ import jax
 from efx import io, run_dir
 from efx.config import schema
 from efx.config.load import completed
+from efx.data.texts import content_of
 from efx.errors import UsageError, is_primary
 from efx.logging import MetricsWriter
 from efx.logging.writer import RESUMED_FILES, WANDB_ID_FILE, check_wandb
@@ -67,9 +68,10 @@ class RunFiles:
         if self.is_new:
             return
         record, c = run_dir.run_record(self.workdir), self._config.data
+        text = run_dir.recorded_text(self.workdir)
         for key in ("source", "eval_source"):
             path_changed = getattr(c, key) != run_dir.recorded_setting(self.workdir, f"data.{key}")
-            if path_changed and "text" in record and data.origin[key] != record["text"][key]:
+            if path_changed and text and content_of(data.text_record, key) != content_of(text, key):
                 raise UsageError(
                     f"config.data.{key}={getattr(c, key)}: --workdir={self.workdir} was trained on "
                     "different text; use the same text, or another --workdir"
@@ -113,17 +115,16 @@ class RunFiles:
         if jax.process_index() != 0:
             open_metrics()  # only process 0 writes
         multihost.run_on_primary(self.workdir, open_metrics)
-        held_out, text = run_dir.text_entries(data.origin)
         saved = run_dir.saved_tokenizer(self.workdir)
         tokenizer = saved.read_text(encoding="utf-8") if saved else data.tokenizer.to_json()
         entries = {
-            "text": text,
+            "text": data.text_record,
             "tokenizer": run_dir.checksum(tokenizer),
             "subset": data.subset,
             "origin": origin,
             "teacher": teacher_origin,
         }
-        contents = {run_dir.HELD_OUT_FILE: held_out, run_dir.TOKENIZER_FILE: tokenizer}
+        contents = {run_dir.TOKENIZER_FILE: tokenizer}
         if not c.wandb:
             contents[WANDB_ID_FILE] = None
         self.record = opened.commit(contents, **{k: v for k, v in entries.items() if v})

@@ -285,15 +285,15 @@ def _open_data(config, workdir, splits):
     mesh, rules = _mesh_and_rules(config)
     if not (workdir and run_dir.holds_result(workdir)):  # a resumed run has its own parameters
         other_runs.check_runs(config)
-    origin, same_text = None, True
+    text_record, same_text = None, True
     if workdir and splits:
-        origin, same_text = other_runs.recorded_text(config.data, workdir)
+        text_record, same_text = other_runs.recorded_text(config.data, workdir)
     data = load(
         config.data,
         seed=config.seed,
         tokenizer_path=other_runs.saved_tokenizer(config, workdir),
         splits=splits,
-        recorded_origin=origin,
+        text_record=text_record,
         is_recorded_text=same_text,
     )
     return data, mesh, rules

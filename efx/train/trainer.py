@@ -281,10 +281,7 @@ class Trainer:
                 raise Interrupted
 
     def _next_batch(self):
-        if not self.experiment.data.grows:
-            return self.placement(next(self.iterator))
-        # next() may wait for text that is still being tokenised.
-        return self.placement(self.signals.run_interruptible(lambda: next(self.iterator)))
+        return self.placement(next(self.iterator))
 
     def _collect_metrics(self, wait=False):
         limit = self.config.train.max_nonfinite

@@ -24,7 +24,7 @@ from efx.composition.ensemble import Ensemble, log_weights
 from efx.config.load import config_of_run, to_config
 from efx.configs import cbtm as cbtm_config
 from efx.configs import common
-from efx.data.subset import Subset
+from efx.data.held_out import Subset
 from efx.studies import runs as runs_lib
 from efx.train import finished_run
 

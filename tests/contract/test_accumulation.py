@@ -11,8 +11,8 @@ import pytest
 from families import RARE, every_row
 from ml_collections import ConfigDict
 
-from efx.data.pipeline import Data
-from efx.data.stream import Stream, TokenSplit
+from efx.data.batches import Data
+from efx.data.shards import Stream, TokenSplit
 from efx.data.tokenizers import ByteTokenizer
 from efx.parallel import sharding
 from efx.train import step

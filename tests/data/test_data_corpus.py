@@ -1,5 +1,6 @@
 """Splits and the cache: no text on both sides, no text twice, no damaged tokens."""
 
+import itertools
 import os
 
 import numpy as np
@@ -8,7 +9,6 @@ from data_helpers import (
     cache_entries,
     few_examples,
     make_config,
-    memory_source,
     open_data,
     same,
     split_documents,
@@ -60,17 +60,13 @@ def test_the_tail_drops_no_text_and_cuts_no_character(texts, fraction):
     texts = [t.decode("latin-1").encode() for t in texts]
     whole = b"".join(texts)
     try:
-        pieces = list(split_documents(memory_source(texts), "tail", fraction))
+        _, sides = split_documents(texts, "tail", fraction)
     except UsageError:
         assert int((1 - fraction) * len(whole.decode())) in (0, len(whole.decode()))
         return
-    train, heldout = (
-        b"".join(data for part, _, data in pieces if part == side) for side in ("train", "eval")
-    )
+    train, heldout = (b"".join(sides[side]) for side in ("train", "eval"))
     count = int((1 - fraction) * len(whole.decode()))
     assert heldout == whole.decode()[count:].encode()
-    parts = [part for part, _, _ in pieces]
-    assert parts == sorted(parts, key=["train", "eval"].index)
     if len(set(texts)) == len(texts):
         assert train + heldout == whole
 
@@ -79,14 +75,13 @@ def test_the_tail_drops_no_text_and_cuts_no_character(texts, fraction):
 @given(st.lists(st.binary(min_size=1, max_size=30), min_size=1, max_size=20), st.floats(0.01, 0.99))
 def test_documents_are_whole_and_on_one_side(texts, fraction):
     def split():
-        return list(split_documents(memory_source(texts), "documents", fraction))
+        return split_documents(texts, "documents", fraction)[1]
 
     if len(set(texts)) < 2:
         refused(split, "config.data.split='documents'")
         return
-    pieces = split()
-    assert [data for _, _, data in pieces] == texts
-    sides = {side: {t for part, _, t in pieces if part == side} for side in ("train", "eval")}
+    assert sorted(itertools.chain(*split().values())) == sorted(texts)
+    sides = {side: set(found) for side, found in split().items()}
     assert sides["train"] and sides["eval"] and not sides["train"] & sides["eval"]
     # One document more or less changes no other's side unless the boundary moves past that one.
     order = sorted(set(texts), key=document_digest)
@@ -104,8 +99,7 @@ def test_the_held_out_documents_are_the_same_in_every_version(tmp_path):
 
 def test_held_out_documents_come_near_the_fraction_and_neither_side_is_empty():
     def heldout(texts, fraction):
-        pieces = split_documents(memory_source(texts), "documents", fraction)
-        return [data for part, _, data in pieces if part == "eval"]
+        return split_documents(texts, "documents", fraction)[1]["eval"]
 
     rng = np.random.default_rng(0)
     texts = [rng.bytes(int(n)).replace(b"\0", b"x") for n in rng.integers(1, 200, 300)]
@@ -167,10 +161,10 @@ def test_the_fingerprint_depends_on_all_that_determines_the_tokens(letters, tmp_
 
 
 DAMAGE = {
-    "train.bin": lambda p: p.write_bytes(bytes([p.read_bytes()[0] ^ 1]) + p.read_bytes()[1:]),
-    "eval_spans.npy": lambda p: p.write_bytes(p.read_bytes()[:-1]),
-    "info.json": lambda p: p.unlink(),
-    ".manifest.json": lambda p: p.write_bytes(b""),
+    "00000-00000.bin": lambda p: p.write_bytes(bytes([p.read_bytes()[0] ^ 1]) + p.read_bytes()[1:]),
+    "00000-00000.rows": lambda p: p.write_bytes(p.read_bytes()[:-1]),
+    "tokenizer.json": lambda p: p.unlink(),
+    "meta.json": lambda p: p.write_bytes(b""),
 }
 
 

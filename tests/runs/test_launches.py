@@ -131,9 +131,8 @@ def test_a_text_that_grew_keeps_its_held_out_part(copy):
     assert finished_run.evaluate(tiny(text, **keep), run)["eval/tokens"] == int(0.1 * len(TEXT)) - 1
     trainer.train_and_evaluate(tiny(text, **more, **keep), run)
     # The new text is recorded, and no longer needs permission.
-    again = run_dir.run_record(run)["text"]
-    assert again["held_out"] == record["text"]["held_out"]
-    assert again["source"] != record["text"]["source"]
+    again, before = (each["text"]["train"][""] for each in (run_dir.run_record(run), record))
+    assert again["held_out"] == before["held_out"] and again["content"] != before["content"]
     metrics = finished_run.evaluate(tiny(text, **more), run)
     assert metrics["eval/tokens"] == int(0.1 * len(TEXT)) - 1
 
@@ -168,7 +167,8 @@ def test_a_run_with_an_evaluation_text_holds_nothing_out_and_refuses_another(tra
     text.write_text("held out\n" * 40)
     config = tiny(trained / "a.txt", **{"data.eval_source": f"text:{text}", "steps": 1})
     row = trainer.train_and_evaluate(config, tmp_path / "run")
-    assert row["eval/tokens"] == 359 and not (tmp_path / "run/held_out.json").exists()
+    assert row["eval/tokens"] == 359
+    assert run_dir.recorded_text(tmp_path / "run")["train"][""]["held_out"] is None
     text.write_text("held out\n" * 41)
     refused(config, tmp_path / "run", "config.data.eval_source=")
 
@@ -258,15 +258,14 @@ def test_a_run_whose_text_tokenizer_or_settings_were_replaced_is_refused(copy):
     refused(config, run, str(text))
     text.write_text(TEXT)
     refused(tiny(text, **{"seed": 5}), run, "config.seed: 0 in the run, 5 here")
-    for name in ("tokenizer.json", "held_out.json"):
-        whole = (run / name).read_text()
-        (run / name).write_text(whole + " ")
-        refused(config, run, name)
-        use_it = finished_run.sample if name == "tokenizer.json" else finished_run.evaluate
-        refusals.refused(lambda: use_it(tiny(text), run), name)  # noqa: B023
-        (run / name).unlink()
-        refused(config, run, name)
-        (run / name).write_text(whole)
+    path = run / "tokenizer.json"
+    whole = path.read_text()
+    path.write_text(whole + " ")
+    refused(config, run, path.name)
+    refusals.refused(lambda: finished_run.sample(tiny(text), run), path.name)
+    path.unlink()
+    refused(config, run, path.name)
+    path.write_text(whole)
     trainer.train_and_evaluate(config, run)
     assert json.loads((run / "config.json").read_text())["seed"] == 0
 
