@@ -30,8 +30,7 @@ from efx.configs.common import ACCELERATOR
 from efx.errors import UsageError, first_line
 from efx.layers import attend, flops
 from efx.layers.kernels import KERNELS
-from efx.logging import read_metrics
-from efx.studies import results
+from efx.logging import read_metrics, tables
 
 VOCAB = 32_000
 SIZES = {
@@ -265,7 +264,7 @@ def main(argv=None):
     table = pd.DataFrame(rows)
     numbers = table.select_dtypes("number").columns
     table[numbers] = table[numbers].map(lambda x: float(f"{x:.5g}"))
-    results.write(out, table, header | {"revision": git["revision"]})
+    tables.write_csv(out, table, header | {"revision": git["revision"]})
     print(f"written: {out}")
     return int(failed)
 

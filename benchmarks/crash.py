@@ -45,7 +45,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 if largest_file:
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
 from efx import main
-sys.exit(main.command())
+sys.exit(main.main())
 """
 
 

@@ -5,7 +5,7 @@
 A mask m in [0, 1] multiplies the values that dropout would set to zero at random. By default a
 causal attention of its own computes u, and m = 0.5 cos(u + b) + 0.5 is rounded to 0 or 1, at random
 in training and at 0.5 at inference, on the outputs of attention and MLP. A penalty, the mean of
-m^2 / 2 with weight 0.1, rewards zeros. Zeros save no FLOPs, except with the variant `skip`.
+m^2 / 2 with weight 0.1, rewards zeros. Zeros save no FLOPs.
 
 efx/layers/config.py has the settings of `config.model.dropout`. The main ones:
     kind                    "attention"; "elementwise", m = 0.5 cos(a x + b) + 0.5 with a and b for
@@ -16,7 +16,6 @@ efx/layers/config.py has the settings of `config.model.dropout`. The main ones:
                             "embedding", one attention over the embedding, shared by all masks;
                             "embedding_linear", a linear layer of that attention
     attention.shift_init    initial b: at 0 masks are open, at pi closed
-    attention.granularity   "feature", or one value for a whole "token"
 Penalties, each a weight or a schedule, are `config.losses.dropout_entropy`,
 `dropout_alternate_entropy`, `dropout_l1` and `dropout_squared_l1` (efx/train/losses.py); metrics
 are `dropout/...`. The parameters of masks are named mask_..., for `config.optim.lr_multipliers`.
@@ -26,7 +25,6 @@ Variants:
     elementwise         the elementwise form at all four sites
     embedding           attention.input="embedding"
     embedding_linear    attention.input="embedding_linear"
-    skip                masks of whole tokens; at inference MLPs skip the closed tokens
     no_penalty          masks without penalties
     standard            plain dropout of 0.2 instead
     none                no dropout
@@ -52,12 +50,6 @@ VARIANTS = {
     },
     "embedding": LINEAR | {"model.dropout.attention.input": "embedding"},
     "embedding_linear": LINEAR,
-    "skip": {
-        **LINEAR,
-        "model.dropout.attention.granularity": "token",
-        "model.dropout.attention.skip_tile": 64,
-        "model.dropout.sites": ("mlp_output",),
-    },
     "no_penalty": {"losses.dropout_squared_l1": 0.0},
     "standard": {"model.dropout.kind": "standard", "model.dropout.rate": 0.2},
     "none": {"model.dropout.kind": "none"},

@@ -23,10 +23,10 @@ from efx import models, run_dir, sampling
 from efx.config.load import to_config
 from efx.data import tokenizers
 from efx.errors import UsageError, extra, nearest
-from efx.layers import flops, kernels
+from efx.layers import flops
 from efx.logging import quantity
-from efx.parallel import sharding, signals
-from efx.train import evaluator, memory, optim, setup
+from efx.parallel import sharding
+from efx.train import evaluator, optim, setup
 
 GIB = 2**30
 # Bytes that the compiler lets a program use; the data sheets give a little more.
@@ -37,6 +37,7 @@ GPUS = {
     "h200": ("NVIDIA H200 141GB HBM3e", 151_397_597_184, 4_800_000_000_000),
 }
 _EXAMPLES = "v5e:16x16, v5p:4x4x4, v6e:16x16, h100:1x8x8 (slices x hosts x GPUs), h200:1x1x8"
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 _COLUMNS = ("needed", "arguments", "temporaries", "outputs", "code", "held")
 
 # XLA's description of a GPU (its protocol buffer `GpuTargetConfigProto`).
@@ -91,7 +92,6 @@ def compile_and_report(config, topology_name, *, vocab_size=None, workdir=None, 
             "parameters": flops.count_params(training.shapes.params),
             "tokens": e.tokens_per_step,
             "nominal_flops": e.ledger.train_flops(e.tokens_per_step) + e.teacher_flops(),
-            "advice": training.advice(),
             "programs": [],
         }
         show(*_head(report))
@@ -106,7 +106,7 @@ def compile_and_report(config, topology_name, *, vocab_size=None, workdir=None, 
         "cost: the compiler's count, without attention kernels. A loop, such as that over scanned",
         "layers, counts once in it and in the collectives.",
         f"{'fits' if report['fits'] else 'does not fit'}: needs "
-        f"{memory.in_words(report['needed'])} of {memory.in_words(limit)} a device",
+        f"{_in_words(report['needed'])} of {_in_words(limit)} a device",
     )
     if as_json:
         print(json.dumps(report))
@@ -150,11 +150,11 @@ def _programs(e, training, one_device):
 
     # A schedule-free optimiser evaluates averages of its parameters. The next batch is read ahead.
     averages = state.params if optim.keeps_averages(c.optim.name) else ()
-    resident = memory.on_each_device((state, training.teacher, training.batch, averages))
+    resident = _bytes_on_device((state, training.teacher, training.batch, averages))
     variables = {"params": state.params, **state.variables}
     shapes = evaluator.shapes_of_step(c, e.mesh, e.rules, state.params, state.variables)
     step = evaluator.steps(e.model, c, e.mesh, e.rules)["causal"]
-    held = resident - memory.on_each_device(variables)
+    held = resident - _bytes_on_device(variables)
     yield "evaluation", e.mesh, e.rules, functools.partial(step.trace, *shapes), shapes, held
     if not c.sample.every:
         return
@@ -168,10 +168,11 @@ def _programs(e, training, one_device):
     if not is_split:
         variables, unrolled = _replicated(variables, mesh), _replicated(unrolled, mesh)
     with sharding.use(mesh, program.rules):
-        is_copy = memory.is_new(lambda x: models.unroll_variables(e.model, x), variables)
+        unroll = jax.make_jaxpr(lambda x: models.unroll_variables(e.model, x))(variables).jaxpr
+        is_copy = [not any(x is given for given in unroll.invars) for x in unroll.outvars]
         cache = _replicated(program.state_shapes(), mesh)
     leaves = zip(jax.tree.leaves(unrolled), is_copy, strict=True)
-    held = resident - memory.on_each_device([leaf for leaf, is_new in leaves if not is_new])
+    held = resident - _bytes_on_device([leaf for leaf, is_new in leaves if not is_new])
     prefill, decode = program.jitted()
     zero, zero_B, false_B = np.int32(0), np.zeros(rows, np.int32), np.zeros(rows, bool)
     tokens_BT = np.zeros((rows, program.chunk), np.int32)
@@ -185,18 +186,26 @@ def _programs(e, training, one_device):
     yield "decoding of one token", mesh, program.rules, trace, shapes, held
 
 
+def _bytes_on_device(tree):
+    """Return the bytes on one device of a tree of shapes; without a sharding one is whole there."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape) if getattr(x, "sharding", None) else x.shape)
+        * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+    )
+
+
 def _replicated(shapes, mesh):
     layout = sharding.replicated(mesh)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), shapes)
 
 
 def _compile(name, mesh, rules, trace, arguments, held):
-    """Compile a program; returns bytes and FLOPs of one device, collectives and kernels."""
+    """Compile a program; returns bytes, FLOPs and collectives of one device."""
     try:
-        with sharding.use(mesh, rules), kernels.recorded_choices() as choices:
+        with sharding.use(mesh, rules):
             lowered = trace().lower()
-        # In the background, so that Ctrl-C need not wait for the compiler.
-        compiled = signals.BackgroundTask(lowered.compile).result()
+        compiled = lowered.compile()
     except UsageError:
         raise
     except Exception as error:  # compilers and kernels raise any class
@@ -212,14 +221,13 @@ def _compile(name, mesh, rules, trace, arguments, held):
         "outputs": needs.output_size_in_bytes - needs.alias_size_in_bytes,
         "code": needs.generated_code_size_in_bytes,
         # The program omits arguments that it does not use; they stay in memory.
-        "held": held + max(0, memory.on_each_device(arguments) - used),
+        "held": held + max(0, _bytes_on_device(arguments) - used),
     }
     return {
         "needed": sum(parts.values()),
         **parts,
         "flops": (compiled.cost_analysis() or {}).get("flops"),
         "collectives": collectives(compiled.as_text()),
-        "attention": [record["kernel"] for record in kernels.as_records(choices)],
     }
 
 
@@ -271,9 +279,8 @@ def _head(r):
     mesh = ", ".join(f"{axis} {size}" for axis, size in r["mesh"].items()) or "one device"
     nominal, count = r["nominal_flops"], r["devices"]
     return [
-        f"{r['topology']}: {count} x {r['device']}, {memory.in_words(r['device_memory'])} each; "
+        f"{r['topology']}: {count} x {r['device']}, {_in_words(r['device_memory'])} each; "
         f"mesh {mesh}",
-        *filter(None, [r["advice"]]),
         f"{quantity(r['parameters'], 'parameters')}; nominal cost of a step of "
         f"{quantity(r['tokens'])} tokens: {quantity(nominal, 'FLOPs')}, "
         f"{quantity(nominal / count, 'FLOPs')} a device",
@@ -282,16 +289,21 @@ def _head(r):
     ]
 
 
+def _in_words(count):
+    """Return a number of bytes for people."""
+    power = min(len(_UNITS) - 1, max(0, count.bit_length() - 1) // 10)
+    return f"{count / 1024**power:.3g} {_UNITS[power]}"
+
+
 def _lines(program):
-    cells = [memory.in_words(int(program[key])) if key in program else "?" for key in _COLUMNS]
+    cells = [_in_words(int(program[key])) if key in program else "?" for key in _COLUMNS]
     cells.append(quantity(program["flops"], "FLOPs") if program.get("flops") else "?")
     lines = [f"{program['name']:32}{''.join(f'{cell:>13}' for cell in cells)}"]
-    if "attention" in program:
+    if "collectives" in program:
         moved = [
-            f"{kind} x {entry['count']} ({memory.in_words(entry['bytes'])})"
+            f"{kind} x {entry['count']} ({_in_words(entry['bytes'])})"
             for kind, entry in program["collectives"].items()
         ]
-        lines.append(f"    attention: {', '.join(program['attention'])}")
         lines.append(f"    collectives: {', '.join(moved) or 'none'}")
     return lines
 

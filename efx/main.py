@@ -193,7 +193,6 @@ def main(argv=None):
     """
     _configure_logging()
     try:
-        signals.end_with_starter()
         status = _status(list(sys.argv if argv is None else argv))
         if status == 0 and multihost.connected():
             multihost.disconnect()
@@ -203,16 +202,6 @@ def main(argv=None):
         multihost.fail(error)
     if multihost.connected():
         multihost.fail(None, status)
-    return status
-
-
-def command():
-    """`main` as a process of its own, which does not wait for abandoned threads."""
-    status = main()
-    if signals.has_background_work():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
     return status
 
 
@@ -235,4 +224,4 @@ def _status(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(command())
+    sys.exit(main())

@@ -2,7 +2,7 @@
 
     config.json      every setting, sorted
     run.json         the run's record, and one entry for each launch (versions, git revision,
-                     devices, command line, time, attention kernels, newest saved checkpoint)
+                     devices, command line, time, newest saved checkpoint)
     tokenizer.json
     metrics.jsonl    one line for each logged step              (efx.logging)
     checkpoints/     one directory for each kept step           (efx.checkpoint)
@@ -23,6 +23,7 @@ refuses a second launch.
 import contextlib
 import dataclasses
 import datetime
+import errno
 import hashlib
 import importlib.metadata
 import json
@@ -404,73 +405,54 @@ class Lock:
     """
 
     def __init__(self, workdir):
-        self._folder, self._file = io.folder(workdir), None
-        self._cannot_lock = False
+        self._folder, self._lock, self._is_tried = io.folder(workdir), None, False
 
     def __enter__(self):
         multihost.run_on_primary(self._folder, lambda: self._folder.is_dir() and self._take())
         return self
 
     def __exit__(self, kind, error, trace):
-        if self._file is not None:
-            os.close(self._file)  # which releases it
-        self._file = None
+        if self._lock:
+            self._lock.release()
 
     def take(self):
         """Lock the directory, unless it is locked already."""
         multihost.run_on_primary(self._folder, self._take)
 
     def _take(self):
-        if self._file is not None or self._cannot_lock:
+        if self._is_tried:
             return
         if io.is_remote(self._folder):
             self._warn("an object store")
             return
+        import filelock
+
         path = self._folder / LOCK_FILE
+        lock = filelock.FileLock(path, blocking=False, thread_local=False)
         with io.report_write_errors(path):
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            import fcntl  # not on Windows
-
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(self._file, 200, 0).decode(errors="replace").strip()
-            self.__exit__(None, None, None)
-            raise UsageError(
-                f"--workdir={self._folder} is in use by {holder or 'another process'}; wait for it,"
-                " stop it, or use another --workdir"
-            ) from None
-        except (ImportError, OSError) as error:
-            self._warn("this system" if isinstance(error, ImportError) else "its file system")
-        with io.report_write_errors(path):
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
+            try:
+                lock.acquire()
+            except filelock.Timeout:
+                holder = path.read_text(errors="replace").strip() or "another process"
+                raise UsageError(
+                    f"--workdir={self._folder} is in use by {holder}; wait for it, stop it, or use "
+                    "another --workdir"
+                ) from None
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                    raise
+                self._warn("its file system")
+                return
+            path.write_text(f"process {os.getpid()} on {platform.node()}\n")
+        self._lock, self._is_tried = lock, True
 
     def _warn(self, lacking):
-        self._cannot_lock = True
+        self._is_tried = True
         warn(
             f"{self._folder} cannot be locked ({lacking} has no locks): make sure that no other "
             "launch trains there"
         )
-
-
-class Home:
-    """Detects that a run directory was renamed, deleted or unmounted during a run.
-
-    Call `check` before a write, which would make the directory again and split the run in two.
-    """
-
-    def __init__(self, folder):
-        self._folder, self._config_seen = folder, False
-
-    def check(self):
-        """Raise FileNotFoundError if the directory, or a config.json seen earlier, is missing."""
-        os.stat(self._folder)
-        config = self._folder / CONFIG_FILE
-        self._config_seen = self._config_seen or config.exists()
-        if self._config_seen:
-            os.stat(config)
 
 
 # ---- launches ----------------------------------------------------------------------------------

@@ -26,15 +26,12 @@ from efx import models
 from efx.config.run import SampleConfig
 from efx.config.schema import make
 from efx.errors import UsageError
-from efx.layers import kv_cache
 from efx.layers.report import label
 from efx.parallel import sharding
-from efx.train import memory
 
 PREFILL = 64  # tokens of each prompt in a prefill chunk on a CPU; at least these elsewhere
 _PREFILL_BATCH, _PREFILL_ROW = 2048, 1024  # elsewhere: tokens of all rows; at most of one row
 STREAM = 16  # tokens of a row that one call of the decode loop generates
-_LONG_CACHE = 2**16  # tokens of all rows from which the memory of a cache is checked
 _MASS_TOLERANCE = 1e-6  # relative; rounding error of probabilities summed in float32
 # Folded into the seed of stochastic routing; no token has this index.
 ROUTING = np.uint32(2**32 - 1)
@@ -77,11 +74,6 @@ class Sampler:
         self.model, self.batch_size = model, batch_size
         self.cache_size = min(cache_size or model.context, model.context)
         self.program = Program.of(model, batch_size, self.cache_size, rules)
-        if batch_size * self.cache_size >= _LONG_CACHE:  # tracing the shapes takes a second
-            memory.check(
-                f"sampling {batch_size} rows of config.model.context={self.cache_size} tokens",
-                {"keys and values": memory.on_each_device(self.program.state_shapes())},
-            )
         self.options = dict(
             temperature=np.float32(temperature),
             top_k=np.int32(top_k),
@@ -215,16 +207,14 @@ class Program:
             count_B = count_B + ~done_B  # the stop token itself is not counted
             fits_B = ~done_B & (length_B < self.cache_size)
             positions_B = jnp.where(fits_B, length_B, -1)
-            cache = kv_cache.set_pending_step(cache, step)
             x_BTD, cache = self._features(
                 variables, cache, token_B[:, None], positions_B[:, None], seed_B[0]
             )
             return step + 1, cache, x_BTD[:, 0], length_B + ~done_B, out_BN, count_B, done_B
 
-        cache = kv_cache.start_pending(cache, STREAM)
         state = (jnp.int32(0), cache, last_BD, length_B, out_BN, count_B, done_B)
         step, cache, *state = jax.lax.while_loop(is_running, generate, state)
-        return kv_cache.flush_pending(cache), *state, step
+        return cache, *state, step
 
     def state_shapes(self):
         """Shapes of the cache and of last_BD."""

@@ -15,7 +15,8 @@ import pathlib
 import numpy as np
 import pandas as pd
 
-from efx.studies import results, statistics
+from efx.logging import tables
+from efx.studies import statistics
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
@@ -37,7 +38,7 @@ class Model:
 
 def models(file, budget, measure, family):
     """Yield the family's Models in a file, at one budget or, if it is NaN, at all."""
-    table, _ = results.read(file, RESULTS)
+    table, _ = tables.read_csv(RESULTS / f"{file}.csv")
     table = table[table["name" if "name" in table else "family"] == family]
     if not pd.isna(budget):
         table = table[table.budget == budget]
@@ -71,6 +72,23 @@ def differ_in_selection_alone(a, b):
     return same and all(close)
 
 
+def paired_difference(a, b):
+    """Return `difference` of values of the same seeds, in the same order: Student's, paired."""
+    deltas = np.asarray(a) - np.asarray(b)
+    error = deltas.std(ddof=1) / math.sqrt(len(deltas))
+    return statistics.intervals(deltas.mean(), error, len(deltas) - 1)
+
+
+def holm(p):
+    """Return Holm's adjusted p values of a set of comparisons, in the order of `p`."""
+    p = np.asarray(p, float)
+    order = np.argsort(p)
+    steps = p[order] * np.arange(len(p), 0, -1)
+    adjusted = np.empty_like(p)
+    adjusted[order] = np.maximum.accumulate(steps).clip(max=1)
+    return adjusted
+
+
 def compare(row):
     """Return the columns of one comparison."""
     a, b = (best(row.files, row.budget, row.measure, row[key]) for key in ("name", "against"))
@@ -79,17 +97,17 @@ def compare(row):
         names = f"{prefix}size", f"{prefix}mean", f"{prefix}std", f"{prefix}seeds"
         columns |= dict(zip(names, (model.size, *model.values), strict=True))
     if differ_in_selection_alone(a, b):
-        paired = statistics.paired_difference(a.runs[row.measure], b.runs[row.measure])
+        paired = paired_difference(a.runs[row.measure], b.runs[row.measure])
         return columns | {"test": "paired"} | paired
     return columns | {"test": "Welch"} | statistics.difference(a.values, b.values)
 
 
 def comparisons():
     """Return the table of comparisons.csv with new numbers; its rows remain."""
-    rows, _ = results.read("comparisons", RESULTS)
+    rows, _ = tables.read_csv(RESULTS / "comparisons.csv")
     table = pd.DataFrame([compare(row) for _, row in rows[INPUTS].iterrows()])
     pages = table.groupby("page").p
-    table["holm_p"] = pages.transform(statistics.holm)
+    table["holm_p"] = pages.transform(holm)
     table["comparisons"] = pages.transform("size")
     return table.round(4)
 
@@ -118,7 +136,7 @@ def draw(table, path):
 
 if __name__ == "__main__":
     computed = comparisons()
-    header = results.read("comparisons", RESULTS)[1]
-    results.write(RESULTS / "comparisons.csv", computed, header)
+    header = tables.read_csv(RESULTS / "comparisons.csv")[1]
+    tables.write_csv(RESULTS / "comparisons.csv", computed, header)
     draw(computed, ROOT / "docs/images/mod_by_budget.png")
     print(computed.drop(columns=["size", "against_size"]).to_string(index=False))

@@ -25,7 +25,7 @@ import shlex
 import numpy as np
 import pandas as pd
 
-from efx.studies import results
+from efx.logging import tables
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -42,7 +42,7 @@ UNITS = {"GFLOPs": 1e9, "TFLOPs": 1e12}
 
 @functools.cache
 def read(path):
-    return results.read(pathlib.Path(path).stem, ROOT / "results")[0]
+    return tables.read_csv(ROOT / path)[0]
 
 
 def parse(source):

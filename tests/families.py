@@ -216,9 +216,7 @@ FAMILIES = {
         depth_routing=dict(every=1, kv_for_skipped=True, **SMALL_PREDICTOR),
         dropout=dict(kind="elementwise", elementwise=dict(detach=False)),
     ),
-    "dropout_attention": _row(
-        PENALTIES, attention=dict(chunk=20, window=9), dropout=masks(num_heads=2)
-    ),
+    "dropout_attention": _row(PENALTIES, attention=dict(chunk=20, window=9), dropout=masks()),
     "dropout_attention_mod": _mod(
         ("router_bce", *PENALTIES),
         depth_routing=dict(every=1),
@@ -250,7 +248,7 @@ FAMILIES = {
         dense_former=dict(on=True),
         attention=dict(chunk=20, **ROPE_LINEAR),
         mup=dict(base_width=16),
-        dropout=masks(granularity="token") | dict(sites=NO_PROBS[1:]),
+        dropout=masks() | dict(sites=NO_PROBS[1:]),
     ),
     "mup": _row(preset="gpt2", mup=dict(base_width=16), initialisation="spike_no_more"),
     "streams_parallel": _streams(

@@ -40,41 +40,37 @@ DEPTH = {HALF: DENSE | {"model.depth": 4}, FULL: DENSE}
 ARMS = {
     "sigmoid, slow router": SLOW,
     "MLP, slow router": SLOW | routed(target="mlp"),
-    "all keys, slow router": SLOW | routed(kv_for_skipped=True),
     "MLP without attention, slow router": SLOW | routed(target="mlp_only"),
+    "all keys, slow router": SLOW | routed(kv_for_skipped=True),
+    "MLP, positions": POSITION | routed(target="mlp"),
     "identity, slow router": SLOW | routed(gate="identity"),
     "sigmoid": FAST,
-    "MLP, positions": POSITION | routed(target="mlp"),
-    "positions": POSITION,
-    "identity": FAST | routed(gate="identity"),
     "last four blocks, slow router": SLOW | routed(blocks=(4, 5, 6, 7)),
-    "half of the tokens, slow router": SLOW | routed(capacity=0.5),
-    "attention, slow router": SLOW | routed(target="attention"),
-    "all keys, positions": POSITION | routed(kv_for_skipped=True),
-    "sigmoid, normalised slow router": SLOW | routed(router_norm="rms"),
-    "gate one, auxiliary loss": FAST | routed(gate="one", causal="aux_loss"),
-    "slow router, capacity from 1 to 1/8": SLOW
-    | routed(capacity_stages=((0.15, 1.0), (0.3, 0.5), (0.45, 0.25))),
-    "router with weight decay": FAST | {"optim.decay": r".*(kernel|embedding|router)"},
-    "slow router, slow routed blocks": SLOW_BLOCKS,
-    "tanh, slow router": SLOW | routed(gate="tanh"),
-    "twice sigmoid, slow router": SLOW | routed(gate="twice_sigmoid"),
-    "identity, auxiliary loss (paper)": FAST | routed(gate="identity", causal="aux_loss"),
-    "sigmoid, normalised router": FAST | routed(router_norm="rms"),
-    "all keys, identity, slow router": SLOW | routed(kv_for_skipped=True, gate="identity"),
-    "MLP, identity, slow router": SLOW | routed(target="mlp", gate="identity"),
+    "MLP of the last four blocks, slow router": SLOW | routed(target="mlp", blocks=(4, 5, 6, 7)),
+    "positions": POSITION,
     "every block, slow router": SLOW | routed(every=1),
+    "MLP of every block, slow router": SLOW | routed(target="mlp", every=1),
     "AdamW, sigmoid": FAST | ADAMW,
-    "AdamW, sigmoid, slow router": ADAMW | SLOW,
     "AdamW, dense, 8 deep": ADAMW | DENSE,
     "AdamW, dense, 4 deep": ADAMW | DENSE | {"model.depth": 4},
+    "gate one, auxiliary loss": FAST | routed(gate="one", causal="aux_loss"),
+    "identity, auxiliary loss (paper)": FAST | routed(gate="identity", causal="aux_loss"),
+    "sigmoid, normalised slow router": SLOW | routed(router_norm="rms"),
+    "router with weight decay": FAST | {"optim.decay": r".*(kernel|embedding|router)"},
+    "slow router, slow routed blocks": SLOW_BLOCKS,
+    "slow router, capacity from 1 to 1/8": SLOW
+    | routed(capacity_stages=((0.15, 1.0), (0.3, 0.5), (0.45, 0.25))),
+    "tanh, slow router": SLOW | routed(gate="tanh"),
+    "twice sigmoid, slow router": SLOW | routed(gate="twice_sigmoid"),
+    "attention, slow router": SLOW | routed(target="attention"),
 }
 BEST = ()  # named after the arms with one seed are finished
 LONG = {"data.seq_len": 1024, "data.batch_size": 2}
 CONTEXT = "sigmoid, slow router", "all keys, slow router", "MLP, slow router"
 COLUMNS = {
-    "loss with routed blocks off": "eval/loss_routed_off",
+    "worth": "eval/router/worth",
     "loss by top-k": "eval/loss_topk",
+    "gate": "eval/router/gate_median",
     "routed": "eval/router/routed_fraction",
 }
 

@@ -18,7 +18,7 @@ from efx.checkpoint.errors import CheckpointError, Damage
 from efx.errors import is_primary, warn
 from efx.parallel import multihost
 from efx.parallel.sharding import path_names
-from efx.run_dir import Home, amend_launch, checkpoint_steps, finished_steps, is_finished
+from efx.run_dir import CONFIG_FILE, amend_launch, checkpoint_steps, finished_steps, is_finished
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Checkpointer:
         self._saving = None  # the step of the save in progress
         self._failure = None  # the error of that save on this process
         self._damaged = set()  # steps that `restore` has skipped
-        self._run = Home(self._root.parent)
+        self._has_config = False  # whether the run directory had its config.json
 
     def __enter__(self):
         return self
@@ -158,9 +158,15 @@ class Checkpointer:
             raise
 
     def _check_run(self):
-        """Raise OSError if the run directory has vanished: orbax would make another one."""
-        if not io.is_remote(self._root):
-            self._run.check()
+        """Raise OSError if the run directory was renamed, deleted or unmounted: orbax would make
+        another one."""
+        if io.is_remote(self._root):
+            return
+        config = self._root.parent / CONFIG_FILE
+        config.parent.stat()
+        self._has_config = self._has_config or config.exists()
+        if self._has_config:
+            config.stat()
 
     def _rename_unusable(self, step):
         """Rename damaged steps, and an unfinished directory with the name of the step to save."""

@@ -14,7 +14,6 @@ from efx.checkpoint import arrays, errors, manifest
 from efx.checkpoint.errors import CheckpointError, Damage
 from efx.parallel import sharding
 from efx.run_dir import finished_steps
-from efx.train import optim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +117,7 @@ def restore_params(
             f"{name} does not fit: {errors.abridged(wrong)}; use a model of the same widths"
         )
 
-    averages = optim.stored_averages(metadata) if collection == ("params",) else {}
+    averages = _stored_averages(metadata) if collection == ("params",) else {}
     with errors.read_errors(name):
         values = _read(folder, loaded, targets, collection, averages)
     diff = ParamsDiff(
@@ -153,7 +152,7 @@ def _read(folder, sources, targets, collection, averages):
 
     Args:
       sources: {path in the model: path in the checkpoint}.
-      averages: see `optim.stored_averages`.
+      averages: see `_stored_averages`.
     """
     layouts = {}  # {path in the checkpoint: its first target}
     for path, source in sources.items():
@@ -169,10 +168,32 @@ def _read(folder, sources, targets, collection, averages):
         source = tuple(source.split("/"))
         value = read[*collection, *source]
         if source in averages:
-            value = jax.jit(optim.average)(value, *(read[leaf] for leaf in averages[source]))
+            value = jax.jit(average)(value, *(read[leaf] for leaf in averages[source]))
         target = arrays.with_sharding(targets[path])
         values[path] = jax.device_put(value.astype(target.dtype), target.sharding)
     return values
+
+
+def average(y, z, b1):
+    """The average x of a parameter that is trained at y = (1 - b1) z + b1 x."""
+    return ((y - (1.0 - b1) * z) / b1).astype(y.dtype)
+
+
+def _stored_averages(paths):
+    """{path of a parameter: (path of its z, path of b1)} in a stored `TrainState`.
+
+    From these `average` computes the evaluation parameters. {} if the optimiser keeps no averages.
+
+    Args:
+      paths: of all leaves, as tuples of strings. A parameter's path starts below "params".
+    """
+    tops = [path[:-1] for path in paths if path[0] == "opt_state" and path[-1] == "b1"]
+    return {
+        path[len(top) + 1 :]: (path, (*top, "b1"))
+        for top in tops
+        for path in paths
+        if (*top, "weight_sum") in paths and path[: len(top) + 1] == (*top, "z")
+    }
 
 
 def _scalar_like(target):

@@ -366,6 +366,8 @@ class CheckpointConfig:
     """When the training state is saved, and which checkpoints are kept."""
 
     every: Natural = 500  # steps; 0: only at the end
+    # Also save at the first logged step so many minutes after the last save; 0: by steps alone
+    minutes: NonNegative = 0.0
     keep_last: Count = 2  # newest checkpoints that are kept
     keep_best: Natural = 1  # checkpoints with the smallest best_metric that are kept too
     best_metric: str = "eval/loss"  # a metric of the evaluation to minimise

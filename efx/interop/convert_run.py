@@ -172,7 +172,7 @@ def _without_every_second_block(variables, parent, model):
     Raises: UsageError if a block's settings depend on its number (experts, positions) and change.
     """
     for i, spec in enumerate(model.specs()):
-        blocks = (spec.block, parent.specs()[2 * i].block)
+        blocks = (*spec.blocks, *parent.specs()[2 * i].blocks)
         if len({dataclasses.replace(block, std=0.0, std_out=0.0) for block in blocks}) > 1:
             raise UsageError(
                 f"--to=layer_drop: block {2 * i} of the parent would become block {i}, which has "

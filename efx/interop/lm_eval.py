@@ -5,22 +5,20 @@
     --workdir RUN           run directory, of any model family
     --step N                step of the checkpoint (default: the newest)
     --config.<key>=<value>  settings of the run, such as --config.train.dtype=bfloat16
-    --tasks NAME,...        tasks, patterns such as mmlu_*, or .yaml files
-    --include_path FOLDER   further tasks
-    --batch_size N          rows computed together (default: 8)
     --output_path PATH      folder of results_<time>.json, or PATH.json for PATH_<time>.json
                             (default: RUN/lm_eval)
-The other flags are arguments of `lm_eval.simple_evaluate`, with JSON values. The model answers by
-the causal decisions of sampling, so that a score depends neither on other rows of the batch nor on
-padding. Needs the extra `eval`.
+
+All other flags are those of lm-eval's own command (`lm-eval run --help`): --tasks, --batch_size
+(default: 8), --limit, --num_fewshot, --log_samples, ... The model answers by the causal decisions
+of sampling, so that a score depends neither on other rows of the batch nor on padding. Needs the
+extra `eval`.
 """
 
 import argparse
-import datetime
 import json
-import logging
 import os
 import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -37,15 +35,11 @@ from efx.sampling import ROUTING, Sampler
 from efx.train import finished_run, setup
 
 try:
-    from lm_eval import simple_evaluate
-    from lm_eval import tasks as lm_eval_tasks
+    from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
     from lm_eval.models.utils import normalize_gen_kwargs
-    from lm_eval.utils import (
-        get_rolling_token_windows,
-        handle_non_serializable,
-        make_disjoint_window,
-    )
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
     from tqdm import tqdm
 except ImportError as error:
     message = f"this command needs {extra('eval')}: {error.name} is not installed"
@@ -58,12 +52,6 @@ SHORTEST = 32  # tokens of the shortest padded row
 _LOGITS = 64  # positions of all rows whose logits are in memory at once
 # Supported generation_kwargs of a task, besides `until` and `max_gen_toks`.
 _GENERATION = ("do_sample", "temperature", "top_k", "top_p")
-# Arguments of `simple_evaluate` that are flags, without and with a value.
-_SWITCHES = ("log_samples", "predict_only", "confirm_run_unsafe_code")
-_OPTIONS = tuple(
-    """num_fewshot limit samples gen_kwargs system_instruction use_cache bootstrap_iters random_seed
-    numpy_random_seed torch_random_seed fewshot_random_seed""".split()
-)
 
 
 class EfxLM(TemplateLM):
@@ -73,9 +61,10 @@ class EfxLM(TemplateLM):
       workdir: run directory. step: of the checkpoint; None: the newest.
       batch_size: rows computed together, rounded up to a multiple of the mesh's batch axes.
       settings: flags that replace the run's settings, ["--config.<key>=<value>"].
+      others: arguments that lm-eval has for every model.
     """
 
-    def __init__(self, workdir, step=None, batch_size=8, settings=()):
+    def __init__(self, workdir, step=None, batch_size=8, settings=(), **others):
         super().__init__()
         if run_dir.holds_clustering(workdir):
             raise UsageError(f"--workdir={workdir}: an ensemble; use one of the runs in it")
@@ -287,34 +276,16 @@ def _sampling_options(settings):
     return options if options.pop("do_sample") else {"temperature": 0.0}
 
 
-def find_tasks(names, include_path=None):
-    """Return (lm-eval's task manager, names of the tasks and files that `names` describe)."""
-    manager, found = lm_eval_tasks.TaskManager(include_path=include_path), []
-    for name in names:
-        is_file = name.endswith(".yaml") and os.path.isfile(name)
-        matches = [name] if is_file else manager.match_tasks([name])
-        if not matches:
-            raise UsageError(
-                f"--tasks={name}: lm-eval has no such task{nearest(name, manager.all_tasks)}"
-            )
-        found += [match for match in matches if match not in found]
-    return manager, found
-
-
-def table_of(results):
-    """Return a Markdown table of the results of `simple_evaluate`."""
-
-    def number(value):
-        return f"{value:.4f}" if isinstance(value, float) else value
-
+def table_of(results, column="results"):
+    """Return a Markdown table of the results of lm-eval. column: or "groups"."""
     rows = []
-    for task, values in results["results"].items():
+    for task, values in results[column].items():
         for key, value in values.items():
             metric, _, kind = key.partition(",")  # "acc,none": the metric and lm-eval's filter
             if kind and not metric.endswith("_stderr"):
                 error = values.get(f"{metric}_stderr,{kind}", "")
                 shots = results["n-shot"].get(task, "")
-                rows.append([task, metric, number(value), number(error), kind, shots])
+                rows.append([task, metric, value, error, kind, shots])
     return tables.markdown(["task", "metric", "value", "stderr", "filter", "shots"], rows)
 
 
@@ -327,19 +298,12 @@ def main(argv=None):
     )
     parser.add_argument("--workdir", required=True)
     parser.add_argument("--step", type=int)
-    parser.add_argument("--tasks", required=True, nargs="+")
-    parser.add_argument("--include_path")
-    parser.add_argument("--batch_size", default=8)
     parser.add_argument("--output_path")
-    for name in _SWITCHES:
-        parser.add_argument(f"--{name}", action="store_true")
-    for name in _OPTIONS:
-        parser.add_argument(f"--{name}", type=_json_or_text, default=argparse.SUPPRESS)
     argv = sys.argv[1:] if argv is None else argv
     settings = [flag for flag in argv if flag.startswith("--config.")]
-    given = parser.parse_args([flag for flag in argv if flag not in settings])
+    given, others = parser.parse_known_args([flag for flag in argv if flag not in settings])
     try:
-        evaluate(given, settings)
+        evaluate(given, settings, others)
     except UsageError as error:
         print(f"efx: error: {error}", file=sys.stderr)
         return error.status
@@ -349,40 +313,25 @@ def main(argv=None):
     return 0
 
 
-def _json_or_text(value):
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
-
-
-def evaluate(given, settings):
-    """Evaluate a run and write the results.
+def evaluate(given, settings, others):
+    """Evaluate a run by lm-eval's command and write the results.
 
     Args:
-      given: flags, see the module. settings: of the run, see `EfxLM`.
+      given: flags, see the module. settings: of the run, see `EfxLM`. others: flags of lm-eval.
     """
-    logging.getLogger("lm_eval").setLevel(os.environ.get("LMEVAL_LOG_LEVEL", "ERROR"))
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # forks may hang with the threads of JAX
-    names = [name for names in given.tasks for name in names.split(",")]
-    manager, tasks = find_tasks(names, given.include_path)
-    path = io.folder(given.output_path or f"{given.workdir}/lm_eval", "--output_path")
-    path = path if path.suffix == ".json" else path / "results.json"
-    with io.report_write_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    options = {name: value for name, value in vars(given).items() if name in _SWITCHES + _OPTIONS}
-    model = EfxLM(given.workdir, given.step, given.batch_size, settings)
-    results = simple_evaluate(
-        model, tasks=tasks, task_manager=manager, batch_size=model.batch_size, **options
-    )
-    samples = results.pop("samples", {})
-    time = datetime.datetime.now().isoformat().replace(":", "-")
-    text = json.dumps(results, indent=2, default=handle_non_serializable)
-    io.write_atomic(path.with_name(f"{path.stem}_{time}.json"), text)
-    for task, rows in samples.items():
-        lines = [json.dumps(row, default=handle_non_serializable) + "\n" for row in rows]
-        io.write_atomic(path.with_name(f"samples_{task}_{time}.jsonl"), "".join(lines))
-    print(table_of(results))
+    os.environ.setdefault("LMEVAL_LOG_LEVEL", "ERROR")
+    out = io.local_path(given.output_path or f"{given.workdir}/lm_eval", "--output_path")
+    out = out if out.suffix == ".json" else out / "results.json"
+    with io.report_write_errors(out):  # lm-eval would only warn, at the end
+        out.parent.mkdir(parents=True, exist_ok=True)
+    model = {"workdir": given.workdir, "step": given.step, "settings": settings}
+    register_model("efx")(EfxLM)
+    argv = ["lm-eval", "--model=efx", f"--model_args={json.dumps(model)}", "--batch_size=8"]
+    argv += [f"--output_path={out}", *others]
+    # lm-eval forks to compute error bars and to write a table: with the threads of JAX it may hang.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
+    with mock.patch("lm_eval.utils.make_table", table_of), mock.patch("sys.argv", argv):
+        cli_evaluate()
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx.layers import flops, kernels
-from efx.layers.dropout import ProbsDropout
-from efx.layers.linear import row_padding
 from efx.parallel import sharding
 
 MASKED = -1e30
@@ -38,7 +36,7 @@ def attend(
     segment_ids_BT=None,
     has_gaps=False,
     kernel="auto",
-    probs_dropout: ProbsDropout | None = None,
+    drop_probs=None,
 ):
     """Causal attention of T queries over the keys and values of the same T tokens.
 
@@ -55,14 +53,15 @@ def attend(
       segment_ids_BT: documents, or None.
       has_gaps: whether positions are not consecutive.
       kernel: `config.model.attention.kernel`, see `kernels.choose`.
-      probs_dropout: changes the probabilities, a block of queries at a time.
+      drop_probs: (probabilities [B, K, G, T, S], bool [B or 1, T, S] of the pairs that attention
+        allows) -> probabilities, or None. All are in memory at once.
     Returns: [B, T, N, H].
     """
     _, length, num_heads, head_dim = q_BTNH.shape
     is_sharded, is_packed = sharding.ways("length") > 1, segment_ids_BT is not None
     if kernel != "xla" and (kernel != "auto" or sharding.platform() != "cpu"):
         shape = length, num_heads, k_BSKH.shape[2], head_dim, q_BTNH.dtype
-        mask = window, softcap, has_gaps, is_packed, is_sharded, probs_dropout is not None
+        mask = window, softcap, has_gaps, is_packed, is_sharded, drop_probs is not None
         case = kernels.Case(*shape, *mask)
         chosen = kernels.choose(kernel, case)
         if chosen is not None:
@@ -72,12 +71,14 @@ def attend(
         tokens["position"] = tokens["index"] if positions_BT is None else positions_BT
     if is_packed:
         tokens["segment"] = segment_ids_BT
+    if drop_probs is not None:
+        allowed_BTS = _allowed(tokens, tokens, window)
+        options = dict(scale=scale, softcap=softcap, drop_probs=drop_probs)
+        return attend_masked(q_BTNH, k_BSKH, v_BSKH, allowed_BTS, **options)
     q_BKGTH = _group_heads(q_BTNH * scale, k_BSKH.shape[2])
     k_BKSH, v_BKSH = k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
     arrays = q_BKGTH, k_BKSH, v_BKSH
-    if probs_dropout is not None:
-        out_BKGTH = _attend_with_dropout(chunk, window, softcap, *arrays, tokens, probs_dropout)
-    elif is_sharded and _shards_evenly(k_BKSH):
+    if is_sharded and _shards_evenly(k_BKSH):
         out_BKGTH = _attend_sharded(chunk, window, softcap, *arrays, tokens)
     else:
         query_spans = spans(length, chunk, window)
@@ -243,31 +244,13 @@ def _add_product(total_BKHS, first_key, x_BKGCH, y_BKGCS):
     return jax.lax.dynamic_update_slice_in_dim(total_BKHS, old_BKHS + new_BKHS, first_key, axis=3)
 
 
-def _attend_with_dropout(chunk, window, softcap, q_BKGTH, k_BKSH, v_BKSH, tokens, probs_dropout):
-    """`_attend_blocks` with a `ProbsDropout`, differentiated by JAX. The backward pass recomputes
-    each block, so here too no T x T array outlives its block."""
-
-    def block(carry, starts, *arrays):
-        return carry, _softmax_values(*arrays, softcap, probs_dropout, starts)
-
-    query_spans = spans(k_BKSH.shape[2], chunk, window)
-    arrays = (q_BKGTH,), (k_BKSH, v_BKSH), tokens, tokens
-    _, outputs = _scan_blocks(query_spans, window, block, None, *arrays, recompute=True)
-    values, to_sow = zip(*outputs, strict=True)
-    probs_dropout.block_outputs += to_sow
-    return _join_blocks(values)
-
-
-def _scan_blocks(
-    query_spans, window, block, carry, queries, keys, q_tokens, k_tokens, recompute=False
-):
+def _scan_blocks(query_spans, window, block, carry, queries, keys, q_tokens, k_tokens):
     """Apply `block` to all blocks of queries in turn, in a loop where a span has several.
 
     Args:
       block: (carry, indices of the first query and key, *slices of `queries`, *slices of `keys`,
         allowed_BCS) -> (carry, outputs).
       queries: arrays [B, K, G, T, ...]. keys: arrays [B, K, S, H].
-      recompute: do not save intermediate results of a block for the backward pass.
     Returns: (carry, list of the outputs of each span, stacked [blocks, ...]).
     """
     cut, outputs = jax.lax.dynamic_slice_in_dim, []
@@ -282,10 +265,7 @@ def _scan_blocks(
             allowed_BCS = _allowed(q_block, k_block, window)
             return block(carry, (start, first_key), *q_slices, *k_slices, allowed_BCS)
 
-        is_one_block = span.stop - span.start == span.block
-        if recompute:  # A loop separates forward and backward pass by itself.
-            run = jax.checkpoint(run, prevent_cse=is_one_block)
-        if is_one_block:
+        if span.stop - span.start == span.block:
             carry, output = run(carry, span.start)
             output = jax.tree.map(lambda y: y[None], output)
         else:
@@ -326,15 +306,6 @@ def _scores(q_BKGTH, k_BKSH, allowed_BTS, softcap):
     return jnp.where(allowed_BTS[:, None, None], scores_BKGTS, MASKED)
 
 
-def _softmax_values(q_BKGTH, k_BKSH, v_BKSH, allowed_BTS, softcap, probs_dropout, starts=(0, 0)):
-    """(values [B, K, G, T, H], the arrays that `probs_dropout` returns for sowing, or None)."""
-    probs_BKGTS = jax.nn.softmax(_scores(q_BKGTH, k_BKSH, allowed_BTS, softcap), axis=-1)
-    to_sow = None
-    if probs_dropout is not None:
-        probs_BKGTS, to_sow = probs_dropout.function(probs_BKGTS, *starts, allowed_BTS)
-    return jnp.einsum("BKGTS,BKSH->BKGTH", probs_BKGTS.astype(v_BKSH.dtype), v_BKSH), to_sow
-
-
 # ---- attention over a cache --------------------------------------------------------------------
 
 _CACHE_BLOCK = 128  # cache slots that a CPU reads at a time
@@ -351,24 +322,15 @@ def attend_cache(
     num_used,
     window=0,
     softcap=0.0,
-    probs_dropout: ProbsDropout | None = None,
-    pending=None,
     rows_B=None,
 ):
     """Attention of new queries over cache slots, each with the position of its token.
 
-    Keys and values are [H, S], because a TPU pads the last axis to 128.
-
     Args:
       num_used: number of used slots of the fullest row (may be traced); later slots are not read.
-      pending: keys and values [B, S, K, H] and positions [B, S] that are not stored in slots yet.
       rows_B: row of the cache of each row of q; None: all, in order.
     """
     slots, queries = k_BKHS.shape[3], q_BTNH.shape[1]
-    padding = 0 if probs_dropout is not None else row_padding(queries)
-    if padding:
-        q_BTNH = jnp.pad(q_BTNH, ((0, 0), (0, padding), (0, 0), (0, 0)))
-        positions_BT = jnp.pad(positions_BT, ((0, 0), (0, padding)), mode="edge")
     q_BKGTH = _group_heads(q_BTNH * scale, k_BKHS.shape[1])
 
     def rows(x):
@@ -382,19 +344,9 @@ def attend_cache(
         allowed_BTC = visible(positions_BT, positions_BC, window)
         return k_BKHC.swapaxes(2, 3), v_BKHC.swapaxes(2, 3), allowed_BTC
 
-    if probs_dropout is not None:
-        out_BKGTH, _ = _softmax_values(q_BKGTH, *read_slots(0, slots), softcap, probs_dropout)
-        return _heads_last(out_BKGTH)
-
     zeros_BKGTH = jnp.zeros(q_BKGTH.shape, jnp.float32)
     zeros_BKGT = zeros_BKGTH[..., 0]
     state = zeros_BKGT + MASKED, zeros_BKGT, zeros_BKGTH
-    if pending is not None:
-        k_BCKH, v_BCKH, positions_BC = map(rows, pending)
-        k_BKCH, v_BKCH = k_BCKH.swapaxes(1, 2), v_BCKH.swapaxes(1, 2)
-        allowed_BTC = visible(positions_BT, positions_BC, window)
-        state = _update_softmax(state, q_BKGTH, k_BKCH, v_BKCH, allowed_BTC, softcap)
-
     platform = sharding.platform()
     size = _CACHE_BLOCK if platform == "cpu" else 4 * _CACHE_BLOCK
 
@@ -412,7 +364,7 @@ def attend_cache(
         state = jax.lax.fori_loop(0, -(-num_used // size), read_block, state)
     _, sum_BKGT, out_BKGTH = state
     out_BKGTH = out_BKGTH / jnp.maximum(sum_BKGT, 1e-30)[..., None]
-    return _heads_last(out_BKGTH)[:, :queries].astype(q_BTNH.dtype)
+    return _heads_last(out_BKGTH).astype(q_BTNH.dtype)
 
 
 def visible(q_positions_BT, k_positions_BS, window):
@@ -451,13 +403,12 @@ def attend_context(q_BTNH, k_BSKH, v_BSKH, call, key_call, *, window=0, **option
     return attend_masked(q_BTNH, k_BSKH, v_BSKH, allowed_BTS, **options)
 
 
-def attend_masked(q_BTNH, k_BSKH, v_BSKH, allowed_BTS, *, scale, softcap=0.0, probs_dropout=None):
+def attend_masked(q_BTNH, k_BSKH, v_BSKH, allowed_BTS, *, scale, softcap=0.0, drop_probs=None):
     """Attention of T queries over S keys with a mask, bool [B or 1, T, S]. It computes the scores
-    of all pairs."""
+    of all pairs. `drop_probs`: see `attend`."""
     q_BKGTH = _group_heads(q_BTNH * scale, k_BSKH.shape[2])
-    k_BKSH, v_BKSH = k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
-    arrays = q_BKGTH, k_BKSH, v_BKSH, allowed_BTS
-    out_BKGTH, to_sow = _softmax_values(*arrays, softcap, probs_dropout)
-    if probs_dropout is not None:
-        probs_dropout.block_outputs.append(jax.tree.map(lambda y: y[None], to_sow))
-    return _heads_last(out_BKGTH)
+    scores_BKGTS = _scores(q_BKGTH, k_BSKH.swapaxes(1, 2), allowed_BTS, softcap)
+    probs_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
+    if drop_probs is not None:
+        probs_BKGTS = drop_probs(probs_BKGTS, allowed_BTS)
+    return _heads_last(jnp.einsum("BKGTS,BSKH->BKGTH", probs_BKGTS.astype(v_BSKH.dtype), v_BSKH))

@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx.layers import flops
 from efx.layers.attend import attend, attend_context
 from efx.layers.config import AttentionConfig
 from efx.layers.kv_cache import attend_cached
@@ -59,19 +58,19 @@ class Attention(nn.Module):
             reads_cache = not call.cache.first or dropout is not None
             cache_call = call if reads_cache else call.with_cache(access="write")
             arrays = q_BTNH, k_BSKH, v_BSKH
-            out_BTNH = attend_cached(self, *arrays, cache_call, key_call, dropout, options)
+            out_BTNH = attend_cached(self, *arrays, cache_call, key_call, dropout, **options)
             if reads_cache:
                 return None if out_BTNH is None else self._out(out_BTNH)
         if dropout is not None:
-            options["probs_dropout"] = dropout.probs_dropout(call, key_call.positions_BT)
+            options["drop_probs"] = partial(
+                dropout.drop_probs, call=call, key_positions_BS=key_call.positions_BT
+            )
         if context_call is not None:
             out_BTNH = attend_context(q_BTNH, k_BSKH, v_BSKH, call, key_call, **options)
         else:
             options |= dict(chunk=c.chunk, kernel=c.kernel, has_gaps=call.has_gaps)
             options |= dict(positions_BT=call.positions_BT, segment_ids_BT=call.segment_ids_BT)
             out_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, **options)
-        if dropout is not None:
-            dropout.sow_block_outputs(options["probs_dropout"], call)
         return self._out(out_BTNH)
 
     def _heads(self, name, x_BTD, call):
@@ -89,7 +88,7 @@ class Attention(nn.Module):
             if c.rope_theta:
                 y = rope(y.reshape(shape), call.positions_BT, c)
                 # On a GPU remat saves rotated queries and keys: rotating them again takes two
-                # passes over memory. TPUs have more time than memory.
+                # passes over memory.
                 if c.qk_norm == "none" and sharding.platform() == "gpu":
                     y = mark_projection(y)
         return constrain(y.reshape(shape), "batch", "length", f"act_{axis}", None)
@@ -123,23 +122,8 @@ def rope(x_BTNH, positions_BT, c):
     position_BT1 = positions_BT[:, :, None].astype(jnp.float32)
     angle_BTF = position_BT1 * _frequencies(size // 2, c)[None, None]
     cos, sin = jnp.cos(angle_BTF)[:, :, None], jnp.sin(angle_BTF)[:, :, None]
-    if sharding.platform() == "tpu" and not flops.is_counting():
-        # Halves of a head are fractions of a TPU's vector registers; a product with a constant
-        # matrix is exact, and faster. Its batch axis of size 1 is for the remat policy "dots",
-        # which saves products without batch axes.
-        quarter_turn = jnp.kron(jnp.array([[0, 1], [-1, 0]]), jnp.eye(size // 2)).astype(dtype)
-        turned_BTNR = jax.lax.dot_general(
-            x_BTNR[None],
-            quarter_turn[None],
-            (((4,), (1,)), ((0,), (0,))),
-            precision=jax.lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )[0]
-        cos, sin = (jnp.concatenate([y, y], axis=-1) for y in (cos, sin))
-        y_BTNR = x_BTNR.astype(jnp.float32) * cos + turned_BTNR * sin
-    else:
-        a, b = jnp.split(x_BTNR.astype(jnp.float32), 2, axis=-1)
-        y_BTNR = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    a, b = jnp.split(x_BTNR.astype(jnp.float32), 2, axis=-1)
+    y_BTNR = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
     y_BTNR = y_BTNR.astype(dtype)
     if size == x_BTNH.shape[-1]:
         return y_BTNR

@@ -3,17 +3,14 @@
 from functools import partial
 from typing import ClassVar
 
-import jax.numpy as jnp
 from flax import linen as nn
 
-from efx.layers import batch_means
 from efx.layers.attention import Attention
 from efx.layers.config import BlockConfig
-from efx.layers.learned_dropout import apply_mask, compute_kept_tokens, make_dropout
+from efx.layers.learned_dropout import make_dropout
 from efx.layers.mlp import MLP
 from efx.layers.moe import ROUTER_STD, MoE
 from efx.layers.norms import NORMS
-from efx.layers.report import sow_choice
 
 
 class Block(nn.Module):
@@ -68,23 +65,8 @@ class Block(nn.Module):
     def mlp_increment(self, x_BTD, call):
         c, norm, dropout = self.config, self.norm_mlp, self.dropout_mlp_output
         y_BTD = norm_input(c, norm, x_BTD)
-        if dropout is not None and c.dropout.skips and c.moe is None:
-            if not (call.train or self.is_initializing()):
-                return self._mlp_of_kept_tokens(y_BTD, call)
         m_BTD = self.mlp(y_BTD) if c.moe is None else self.mlp(y_BTD, call)
         return with_dropout(dropout, norm_output(c, norm, m_BTD), call)
-
-    def _mlp_of_kept_tokens(self, y_BTD, call):
-        """The MLP for tokens whose mask is not all 0; sows their fraction into `stats`."""
-        c, mask_BTD = self.config, self.dropout_mlp_output.mask(y_BTD, call)
-        real_BT = call.real(len(y_BTD))
-        kept_BT = jnp.any(mask_BTD > 0, axis=-1) & real_BT
-        if not call.decode:
-            computed = batch_means.over(kept_BT.astype(jnp.float32), real_BT)
-            batch_means.sow(self, "stats", "mlp/computed_fraction", computed)
-            sow_choice(self, "mlp_computed", kept_BT, call)
-        m_BTD = compute_kept_tokens(self.mlp, y_BTD, kept_BT, c.dropout.attention.skip_tile)
-        return apply_mask(norm_output(c, self.norm_mlp, m_BTD), mask_BTD)
 
 
 class SkipMLP(nn.Module):

@@ -18,8 +18,6 @@ class CacheView:
         (`kv_for_skipped`); 0: `size`.
       access: "both" writes the new keys and values and attends. A block with `kv_for_skipped`
         first gets "write" for all tokens (it returns None) and then "read" for the computed ones.
-      grouped: attention stays inside groups of tokens: positions are places in a group,
-        segment_ids_BT numbers groups, and the cache holds one group, see `kv_cache.attend_cached`.
       first: the new tokens start their rows and padding follows them, so they attend to each other
         only.
       tag: name of one use of a layer that is used several times; each use has its own cache.
@@ -29,7 +27,6 @@ class CacheView:
     size: int = struct.field(pytree_node=False)
     kv_size: int = struct.field(pytree_node=False, default=0)
     access: str = struct.field(pytree_node=False, default="both")
-    grouped: bool = struct.field(pytree_node=False, default=False)
     first: bool = struct.field(pytree_node=False, default=False)
     tag: str = struct.field(pytree_node=False, default="")
     rows_B: Any = None
@@ -43,6 +40,7 @@ class Call:
       positions_BT: int32 original position of each token (B may be 1: the same for all rows). A
         negative position marks padding: nothing is cached or routed for it.
       segment_ids_BT: int32 document of each token (0 = padding), or None: one document a row.
+        While decoding, groups of tokens, see `kv_cache.attend_cached`.
       count_BT: int32, the number of tokens of the document up to and including this one that reach
         the layer; None: positions + 1.
       selectable_BT: bool, the tokens that routing may select, or None: all.

@@ -314,8 +314,7 @@ class ElementwiseConfig:
     a_std: NonNegative = 0.02
     b_mean: Number = 0.0
     b_std: NonNegative = 0.02
-    sharpen: bool = False  # apply sigmoid(s (m - 1/2))
-    sharpen_scale: Positive = 60.0  # s
+    sharpen: bool = False  # apply sigmoid(60 (m - 1/2))
 
 
 @block("config.model.dropout.attention")
@@ -327,16 +326,10 @@ class MaskAttentionConfig:
     # cheaper: u is a linear layer of that shared attention.
     input: Literal["hidden", "embedding", "embedding_linear"] = "hidden"
     detach: bool = False  # no gradient from the masks to their input
-    num_heads: Natural = 0  # 0: as the model
     shift_init: NonNegative = 0.0  # initial b, in [0, pi]; 0: masks start near 1
     # "stochastic": 1 with probability m in training, m >= 0.5 at inference; "sigmoid":
-    # sigmoid(s (m - 1/2)); "sigmoid_straight_through": the same with the gradient of m.
+    # sigmoid(60 (m - 1/2)); "sigmoid_straight_through": the same with the gradient of m.
     rounding: Literal["none", "stochastic", "sigmoid", "sigmoid_straight_through"] = "stochastic"
-    sigmoid_scale: Positive = 60.0  # s
-    granularity: Literal["feature", "token"] = "feature"  # one mask value per feature or per token
-    # At inference MLPs compute only tokens whose mask is not 0, this many at a time; 0: all tokens.
-    # Needs an embedding input and rounding="stochastic"; saves compute with granularity="token".
-    skip_tile: Natural = 0
 
     def check(self):
         if self.shift_init > 3.1416:
@@ -355,14 +348,6 @@ class DropoutConfig:
     attention: MaskAttentionConfig = MaskAttentionConfig()
 
     def check(self):
-        a = self.attention
-        if self.skips and (a.input == "hidden" or a.rounding != "stochastic"):
-            a.refuse(
-                "skip_tile",
-                "needs masks that are known before the MLP and are exactly 0: input='embedding' or "
-                f"'embedding_linear' (not {a.input!r}) and rounding='stochastic' (not "
-                f"{a.rounding!r})",
-            )
         if self.kind == "attention" and "attention_probs" in self.sites:
             self.refuse(
                 "sites",
@@ -376,16 +361,6 @@ class DropoutConfig:
                 "kind='none'",
             )
 
-    def resolved(self, width, num_heads):
-        """With the number of heads of the masks' attention filled in."""
-        a = dataclasses.replace(self.attention, num_heads=self.attention.num_heads or num_heads)
-        if self.kind == "attention" and width % a.num_heads:
-            a.refuse(
-                "num_heads",
-                f"must divide config.model.width={width} (0: config.model.attention.num_heads)",
-            )
-        return dataclasses.replace(self, attention=a)
-
     def active(self, site):
         """Whether there is dropout or a mask at this site."""
         return site in self.sites and (self.learned or (self.kind == "standard" and self.rate > 0))
@@ -393,12 +368,6 @@ class DropoutConfig:
     @property
     def learned(self):
         return self.kind in ("elementwise", "attention")
-
-    @property
-    def skips(self):
-        """Whether MLPs skip tokens with a mask of 0 at inference."""
-        has_masks = self.kind == "attention" and self.active("mlp_output")
-        return has_masks and self.attention.skip_tile > 0
 
     @property
     def by_position(self):
@@ -429,6 +398,7 @@ class BlockConfig:
       router_scale: factor on the initial values of routers.
       moe: a Mixture of Experts in place of the MLP, or None.
       soft: the block is a `soft_experts.SoftBlock`, or None.
+      order: the attentions, "self" and "cross". cross: settings of the latter, or None.
     """
 
     kind: str
@@ -447,6 +417,8 @@ class BlockConfig:
     router_scale: float = 1.0
     moe: MoEConfig | None = None
     soft: SoftExpertsConfig | None = None
+    order: tuple[str, ...] = ("self",)
+    cross: AttentionConfig | None = None
 
 
 def block_in_stack(b, c, index):

@@ -104,7 +104,6 @@ def executed(model, length, batch=1, train=True):
     """FLOPs that one forward pass executes, output layer and sown losses included.
 
     Traces the model's initialisation (about half a second); nothing is allocated, compiled or run.
-    Tokens that `skip_tile` leaves out in evaluation count as computed.
 
     Args:
       batch: number of sequences, of `length` tokens.

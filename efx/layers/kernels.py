@@ -4,8 +4,6 @@ A kernel is chosen when attention is traced, by the platform of the mesh, so tha
 ahead of time for other devices has their kernel.
 """
 
-import contextlib
-import contextvars
 import functools
 import logging
 from collections.abc import Callable
@@ -77,30 +75,9 @@ class UnsupportedKernel(UsageError):
 
 # ---- choice ------------------------------------------------------------------------------------
 
-_choices = contextvars.ContextVar("choices", default=None)
-
-
-@contextlib.contextmanager
-def recorded_choices():
-    """Record the choices of programs traced in this context in a set, see `as_records`."""
-    token = _choices.set(set())
-    try:
-        yield _choices.get()
-    finally:
-        _choices.reset(token)
-
-
-def as_records(choices):
-    """[{"kernel": name, "refused": {name: reason}}] for run.json.
-
-    Attention for which there was no choice, as on CPUs, is in plain XLA.
-    """
-    choices = sorted(choices) or [("xla", ())]
-    return [{"kernel": kernel, "refused": dict(refused)} for kernel, refused in choices]
-
 
 def choose(setting, case):
-    """The `Kernel` for a case, or None for plain XLA.
+    """The `Kernel` for a case, or None for plain XLA. Logs each choice once.
 
     Args:
       setting: `config.model.attention.kernel`; "auto" is the kernel of the platform where it
@@ -108,7 +85,7 @@ def choose(setting, case):
     Raises:
       UnsupportedKernel: the setting names a kernel that does not support the case.
     """
-    name, refused = setting, ()
+    name = setting
     if setting == "auto":
         platform = sharding.platform()
         name = next((name for name, k in KERNELS.items() if k.platform == platform), "xla")
@@ -118,16 +95,15 @@ def choose(setting, case):
     if reason and setting != "auto":
         raise UnsupportedKernel(name, reason)
     if reason:
-        _warn_once(f"attention in plain XLA: {name} {reason}")
-        name, refused = "xla", ((name, reason),)
-    if _choices.get() is not None:
-        _choices.get().add((name, refused))
+        _log_once(logging.WARNING, f"attention in plain XLA: {name} {reason}")
+        return None
+    _log_once(logging.INFO, f"attention by {name}")
     return KERNELS.get(name)
 
 
 @functools.cache
-def _warn_once(message):
-    logging.getLogger(__name__).warning(message)
+def _log_once(level, message):
+    logging.getLogger(__name__).log(level, message)
 
 
 def _unsupported(name, case):

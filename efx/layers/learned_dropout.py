@@ -24,11 +24,10 @@ from flax import linen as nn
 from efx.layers import batch_means
 from efx.layers.attend import attend
 from efx.layers.config import BlockConfig, ElementwiseConfig
-from efx.layers.dropout import ProbsDropout, StandardDropout
+from efx.layers.dropout import StandardDropout
 from efx.layers.kv_cache import attend_cached
 from efx.layers.linear import matmul
 from efx.layers.report import choices_requested, sow_choice
-from efx.layers.selection import add, in_rounds, take
 from efx.parallel.sharding import constrain, parameter
 
 # ---- functions of a mask -------------------------------------------------------------------------
@@ -50,7 +49,7 @@ def cosine_mask(angle):
     return jnp.square(jnp.polyval(jnp.array(_COSINE, jnp.float32), 0.25 * jnp.square(u), unroll=16))
 
 
-def round_mask(m, rounding, uniform=None, scale=None):
+def round_mask(m, rounding, uniform=None):
     """The mask to multiply by, in float32.
 
     "stochastic" and "sigmoid_straight_through" pass the gradient to m unchanged (Bengio et al.
@@ -58,7 +57,7 @@ def round_mask(m, rounding, uniform=None, scale=None):
 
     Args:
       rounding: "none"; "stochastic": 1 with probability m, else 0; "sigmoid" and
-        "sigmoid_straight_through": sigmoid(scale (m - 1/2)).
+        "sigmoid_straight_through": sigmoid(60 (m - 1/2)).
       uniform: random numbers in [0, 1) of m's shape for "stochastic"; None: 1 where m >= 0.5.
     """
     if rounding == "none":
@@ -66,7 +65,7 @@ def round_mask(m, rounding, uniform=None, scale=None):
     if rounding == "stochastic":
         hard = (m >= 0.5 if uniform is None else uniform < m).astype(m.dtype)
     else:
-        hard = jax.nn.sigmoid(scale * m - scale / 2)
+        hard = jax.nn.sigmoid(60.0 * m - 30.0)
     if rounding == "sigmoid":
         return hard
     return jax.lax.stop_gradient(hard) + (m - jax.lax.stop_gradient(m))
@@ -104,39 +103,23 @@ def statistics(m, rounded):
 # ---- losses, statistics and masks of a module ----------------------------------------------------
 
 
-def _mask_outputs(module, m, rounded, counted):
-    """({collection: {name: `Mean`}}, [(rounded, counted)]), each empty unless requested.
+def _sow_mask(module, m, rounded, counted, call):
+    """Sow means of the penalties and statistics of a mask, and its decisions, where requested.
 
     Args:
       m, rounded: the mask before and after rounding, [B, T, D], or [B, K, G, T, S] of attention.
       counted: bool, the elements to average over; broadcasts to m.
     """
-    element_means, masks = {}, []
     if batch_means.wanted(module):
         weight = jnp.broadcast_to(counted.astype(jnp.float32), m.shape)
         count = jnp.sum(weight)
-        values = {"losses": penalties(m), "stats": statistics(m, rounded)}
-        element_means = jax.tree.map(lambda y: batch_means.Mean(jnp.sum(y * weight), count), values)
-    masks_requested = module.is_mutable_collection("masks") and not module.is_initializing()
-    if masks_requested or choices_requested(module):
-        masks = [(rounded, counted)]
-    return element_means, masks
-
-
-def _sow_mask_outputs(module, element_means, masks, call):
-    """Sow the results of `_mask_outputs`. `masks`: one mask, or its blocks of queries."""
-    for collection, named in element_means.items():
-        for name, mean in named.items():
-            batch_means.sow(module, collection, name, mean)
-    if masks:
-        # int8: 1 kept, 0 dropped, -1 not counted. `efx.train.selection_changes` compares
-        # successive evaluations.
-        kept = (jnp.where(counted, rounded >= 0.5, -1) for rounded, counted in masks)
-        module.sow("masks", "dropout/changed", tuple(part.astype(jnp.int8) for part in kept))
-        kept = [_mean_of_tokens(rounded >= 0.5, counted) for rounded, counted in masks]
-        mean = [_mean_of_tokens(rounded, counted) for rounded, counted in masks]
-        sow_choice(module, "kept", jnp.concatenate(kept, axis=1), call)
-        sow_choice(module, "mask", jnp.concatenate(mean, axis=1), call)
+        for collection, values in (("losses", penalties(m)), ("stats", statistics(m, rounded))):
+            for name, value in values.items():
+                mean = batch_means.Mean(jnp.sum(value * weight), count)
+                batch_means.sow(module, collection, name, mean)
+    if choices_requested(module):
+        sow_choice(module, "kept", _mean_of_tokens(rounded >= 0.5, counted), call)
+        sow_choice(module, "mask", _mean_of_tokens(rounded, counted), call)
 
 
 def _mean_of_tokens(values, counted):
@@ -145,12 +128,6 @@ def _mean_of_tokens(values, counted):
     counted = jnp.broadcast_to(counted, values.shape)
     total_BT = jnp.sum(jnp.where(counted, values, 0), axes, jnp.float32)
     return total_BT / jnp.maximum(jnp.sum(counted, axes), 1)
-
-
-def _sow_mask(module, m_BTD, rounded_BTD, call):
-    if not call.decode:
-        valid_BT1 = call.real(m_BTD.shape[0])[..., None]
-        _sow_mask_outputs(module, *_mask_outputs(module, m_BTD, rounded_BTD, valid_BT1), call)
 
 
 def apply_mask(x_BTD, rounded_BTD):
@@ -176,7 +153,7 @@ def _elementwise_mask(config, x, a, b):
     """(m, rounded) of x; a and b broadcast to it."""
     x = x.astype(jnp.float32)
     m = cosine_mask(a * (jax.lax.stop_gradient(x) if config.detach else x) + b)
-    return m, round_mask(m, "sigmoid" if config.sharpen else "none", scale=config.sharpen_scale)
+    return m, round_mask(m, "sigmoid" if config.sharpen else "none")
 
 
 class ElementwiseMask(nn.Module):
@@ -188,7 +165,8 @@ class ElementwiseMask(nn.Module):
     def __call__(self, x_BTD, call):
         a_D, b_D = _frequency_and_phase(self, self.config, "norm", x_BTD.shape[-1])
         m_BTD, rounded_BTD = _elementwise_mask(self.config, x_BTD, a_D[None, None], b_D[None, None])
-        _sow_mask(self, m_BTD, rounded_BTD, call)
+        if not call.decode:
+            _sow_mask(self, m_BTD, rounded_BTD, call.real(len(x_BTD))[..., None], call)
         return apply_mask(x_BTD, rounded_BTD)
 
 
@@ -204,32 +182,16 @@ class ElementwiseProbsMask(nn.Module):
     context: int
 
     @nn.compact
-    def probs_dropout(self, call, key_positions_BS):
-        """Return the `ProbsDropout` for one call of attention."""
+    def drop_probs(self, probs_BKGTS, allowed_BTS, call, key_positions_BS):
+        """Masked probabilities; see `attend.attend`."""
         a_and_b_2S = jnp.stack(_frequency_and_phase(self, self.config, "position", self.context))
         a_and_b_2BS = a_and_b_2S[:, jnp.clip(key_positions_BS, 0, self.context - 1)]
-
-        def multiply(probs_BKGTS, q_start, k_start, allowed_BTS):
-            batch, *_, queries, keys = probs_BKGTS.shape
-            a_and_b = jax.lax.dynamic_slice_in_dim(a_and_b_2BS, k_start, keys, axis=2)
-            a, b = a_and_b[:, :, None, None, None]
-            m_BKGTS, rounded_BKGTS = _elementwise_mask(self.config, probs_BKGTS, a, b)
-            valid_BT = jax.lax.dynamic_slice_in_dim(call.real(batch), q_start, queries, axis=1)
-            counted = (allowed_BTS & valid_BT[..., None])[:, None, None]
-            outputs = _mask_outputs(self, m_BKGTS, rounded_BKGTS, counted)
-            return probs_BKGTS * rounded_BKGTS, outputs
-
-        return ProbsDropout(multiply)
-
-    @nn.nowrap
-    def sow_block_outputs(self, probs_dropout, call):
-        """Sow the `block_outputs` after attention."""
-        sums, masks = [], []
-        for block_means, stacked_masks in probs_dropout.block_outputs:
-            sums.append(jax.tree.map(lambda y: jnp.sum(y, axis=0), block_means))
-            for rounded, counted in stacked_masks:
-                masks += zip(rounded, counted, strict=True)
-        _sow_mask_outputs(self, jax.tree.map(lambda *y: sum(y), *sums), masks, call)
+        a, b = a_and_b_2BS[:, :, None, None, None]
+        m_BKGTS, rounded_BKGTS = _elementwise_mask(self.config, probs_BKGTS, a, b)
+        if not call.decode:
+            counted_BTS = allowed_BTS & call.real(len(probs_BKGTS))[..., None]
+            _sow_mask(self, m_BKGTS, rounded_BKGTS, counted_BTS[:, None, None], call)
+        return probs_BKGTS * rounded_BKGTS
 
 
 # ---- attention -----------------------------------------------------------------------------------
@@ -256,7 +218,7 @@ class MaskAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD, call):
-        c, num_heads = self.block.attention, self.block.dropout.attention.num_heads
+        c, num_heads = self.block.attention, self.block.attention.num_heads
         batch, length, width = x_BTD.shape
         head_dim = width // num_heads
 
@@ -271,7 +233,7 @@ class MaskAttention(nn.Module):
             # A block with `kv_for_skipped` has cached the keys of all tokens and only reads now.
             # Its masks attend to the computed tokens, so they write as well.
             call = call.with_cache(access="both", kv_size=0)
-            u_BTNH = attend_cached(self, q_BTNH, k_BTNH, v_BTNH, call, call, None, options)
+            u_BTNH = attend_cached(self, q_BTNH, k_BTNH, v_BTNH, call, call, None, **options)
         else:
             options |= dict(chunk=c.chunk, kernel=c.kernel, has_gaps=call.has_gaps)
             options |= dict(positions_BT=call.positions_BT, segment_ids_BT=call.segment_ids_BT)
@@ -297,57 +259,31 @@ class MaskInput(nn.Module):
 
 
 class AttentionMask(nn.Module):
-    """x [B, T, D] -> x * round(m), m = 0.5 cos(u + b) + 0.5, b [D].
-
-    With granularity "token" a linear layer maps u to [B, T, 1], and b is [1].
-    """
+    """x [B, T, D] -> x * round(m), m = 0.5 cos(u + b) + 0.5, b [D]."""
 
     block: BlockConfig
 
-    def __call__(self, x_BTD, call):
-        return apply_mask(x_BTD, self.mask(x_BTD, call))
-
     @nn.compact
-    def mask(self, x_BTD, call):
-        """The rounded mask, float32 [B, T, D or 1]. It depends on x only with input "hidden"."""
+    def __call__(self, x_BTD, call):
         c = self.block.dropout.attention
         u_BTD = call.mask_input_BTD
         if c.input == "hidden":
             u_BTD = jax.lax.stop_gradient(x_BTD) if c.detach else x_BTD
         if c.input != "embedding_linear":
             u_BTD = MaskAttention(self.block, name="attention")(u_BTD, call)
-        features = 1 if c.granularity == "token" else x_BTD.shape[-1]
-        if c.input == "embedding_linear" or features == 1:
-            axes = ("heads", "embed" if features > 1 else None)
-            u_BTD = _linear(self, "mask_linear", u_BTD, features, axes, self.block)
+        width = x_BTD.shape[-1]
+        if c.input == "embedding_linear":
+            u_BTD = _linear(self, "mask_linear", u_BTD, width, ("heads", "embed"), self.block)
         b_init = nn.initializers.constant(c.shift_init)
-        b_D = parameter(self, "mask_shift", b_init, (features,), ("norm",))
+        b_D = parameter(self, "mask_shift", b_init, (width,), ("norm",))
         m_BTD = cosine_mask(u_BTD.astype(jnp.float32) + b_D[None, None])
         uniform = None
         if c.rounding == "stochastic" and call.train:
             uniform = jax.random.uniform(self.make_rng("dropout"), m_BTD.shape, jnp.float32)
-        rounded_BTD = round_mask(m_BTD, c.rounding, uniform, c.sigmoid_scale)
-        _sow_mask(self, m_BTD, rounded_BTD, call)
-        return rounded_BTD
-
-
-# ---- skipping ------------------------------------------------------------------------------------
-
-
-def compute_kept_tokens(module, x_BTD, kept_BT, tile):
-    """module(x) [B, T, D] for kept tokens, 0 for the others, without reverse mode.
-
-    Args:
-      module: [B, T, D] -> [B, T, D], each token by itself.
-      tile: number of tokens in a round; there are ceil(kept / tile) rounds.
-    """
-    x_1ND, kept_1N = x_BTD.reshape(1, -1, x_BTD.shape[-1]), kept_BT.reshape(1, -1)
-
-    def compute_round(module, index_1C, y_1ND):
-        return add(y_1ND, index_1C, module(take(x_1ND, index_1C)))
-
-    tile, zeros_1ND = min(tile, kept_BT.size), jnp.zeros_like(x_1ND)
-    return in_rounds(module, kept_1N, tile, zeros_1ND, compute_round).reshape(x_BTD.shape)
+        rounded_BTD = round_mask(m_BTD, c.rounding, uniform)
+        if not call.decode:
+            _sow_mask(self, m_BTD, rounded_BTD, call.real(len(x_BTD))[..., None], call)
+        return apply_mask(x_BTD, rounded_BTD)
 
 
 # ---- from the config -----------------------------------------------------------------------------

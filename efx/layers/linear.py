@@ -25,12 +25,6 @@ def mark_projection(y):
     return checkpoint_name(y, _PROJECTION)
 
 
-def row_padding(rows):
-    """Number of zero rows to add before a product: XLA:TPU runs products of fewer than 8 rows on
-    the vector units, which are slower."""
-    return max(0, 8 - rows) if sharding.platform() == "tpu" else 0
-
-
 def broadcast(y, shape):
     """Broadcast y; its gradient is summed in float32. GPUs sum bfloat16 in bfloat16, and the
     gradient of a bias is a sum over all tokens."""
@@ -72,17 +66,13 @@ def matmul(x, w, axis=0, float32_output=False):
     """x [..., D] times w over its axis `axis`: [..., F].
 
     Rows and tokens become one axis, because the gradient of w then contracts one axis, which halves
-    the time of a training step on XLA:CPU. Not on TPUs, where it moves data, and not where devices
-    share a sequence: a joint axis of rows and tokens cannot be sharded over them.
+    the time of a training step on XLA:CPU. Not where devices share a sequence: a joint axis of rows
+    and tokens cannot be sharded over them.
     """
-    shape, rows = x.shape[:-1], math.prod(x.shape[:-1])
-    padding = row_padding(rows)
-    if padding or not (sharding.platform() == "tpu" or sharding.ways("length") > 1):
-        x = x.reshape(rows, x.shape[-1])
-    if padding:
-        x = jnp.pad(x, ((0, padding), (0, 0)))
+    shape = x.shape[:-1]
+    if sharding.ways("length") == 1:
+        x = x.reshape(math.prod(shape), x.shape[-1])
     y = matmul_float32(x, w, axis) if float32_output else jnp.dot(x, w)
-    y = y[:rows] if padding else y
     return y.reshape(*shape, y.shape[-1])
 
 

@@ -19,16 +19,12 @@ class Report(NamedTuple):
         decisions.
       rows: further metrics, of (model, tokens of a sequence, `efx.train.evaluator.Passes`).
       selections: of a model, the values of `Call.selection` beside "causal" that are evaluated.
-      compared: of a model, the name of a collection of tuples of int8 arrays, or "". The fraction
-        of their entries that changes from one evaluation to the next is logged under the sown name.
-        Entries below 0 do not count.
     """
 
     words: dict
     statistics: tuple = ()
     rows: Callable = lambda model, length, passes: {}
     selections: Callable = lambda model: ()
-    compared: Callable = lambda model: ""
 
 
 def health_requested(module, call):

@@ -1,5 +1,10 @@
-"""Tables of results over seeds: Markdown, and files of a table and its numbers."""
+"""Tables of results: Markdown, and CSV files with their provenance.
 
+A CSV file may begin with lines `# key: value` (title, command, config, machine, revision); the rest
+is the table.
+"""
+
+import itertools
 import math
 import statistics
 
@@ -7,6 +12,11 @@ from efx import io
 
 LOSS = "held-out loss (nats)"
 LOSSES = (LOSS, "loss", "mean")  # titles of columns that every run has, unless it diverged
+# Columns of names and hashes, whatever they look like.
+TEXTS = (
+    "page", "files", "measure", "test", "name", "family", "size", "against", "method", "text",
+    "tokenizer", "settings", "machine", "revision",
+)  # fmt: skip
 
 
 def mean_and_spread(title, values):
@@ -26,6 +36,15 @@ def mean_and_spread(title, values):
     return f"{statistics.fmean(finite):.4f}{spread}{note}"
 
 
+def with_interval(row, name, form="{:.4f}"):
+    """Return "0.1 (0.0 to 0.2)" of the columns name, name_low and name_high; "" where NaN."""
+    value, low, high = (row.get(key, math.nan) for key in (name, f"{name}_low", f"{name}_high"))
+    if math.isnan(value):
+        return ""
+    interval = "" if math.isnan(low) else f" ({form.format(low)} to {form.format(high)})"
+    return form.format(value) + interval
+
+
 def means_markdown(table):
     """Return Markdown with mean ± standard deviation over the rows of each name.
 
@@ -40,21 +59,51 @@ def means_markdown(table):
 
 
 def markdown(titles, rows):
-    """Return a Markdown table. rows: lists of texts or numbers, each as long as `titles`."""
-    lines = ["| " + " | ".join(map(_escaped, row)) + " |" for row in (titles, *rows)]
+    """Return a Markdown table.
+
+    Args:
+      rows: lists of texts or numbers, each as long as `titles`. Floats get four digits; NaN is "".
+    """
+    lines = ["| " + " | ".join(map(_cell, row)) + " |" for row in (titles, *rows)]
     return "\n".join([lines[0], "|---" * len(titles) + "|", *lines[1:]])
 
 
-def _escaped(cell):
-    """Return a cell without line breaks and column separators."""
-    return " ".join(str(cell).splitlines()).replace("|", r"\|")
+def _cell(value):
+    """Return a value as text without line breaks and column separators."""
+    if isinstance(value, float):
+        return "" if math.isnan(value) else f"{value:.4f}"
+    return " ".join(str(value).splitlines()).replace("|", r"\|")
 
 
-def save(workdir, name, table, text):
-    """Write a DataFrame to WORKDIR/NAME.csv, and its Markdown to NAME.md and the terminal."""
-    folder = io.folder(workdir)
+def save(folder, name, table, text):
+    """Write a DataFrame to FOLDER/NAME.csv, and its Markdown to NAME.md and the terminal."""
+    folder = io.folder(folder)
     with io.report_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     io.write_atomic(folder / f"{name}.csv", table.to_csv(index=False))
     io.write_atomic(folder / f"{name}.md", text)
     print(text)
+
+
+def read_csv(path):
+    """Return the table of a CSV file, and its header as {key: [values]}."""
+    import pandas as pd
+
+    lines = path.read_text(encoding="utf-8").splitlines()
+    comments = list(itertools.takewhile(lambda line: line.startswith("#"), lines))
+    header = {}
+    for line in comments:
+        key, _, value = line.removeprefix("#").strip().partition(": ")
+        header.setdefault(key, []).append(value)
+    # Below the header "#", and "None" or "NA", may be names or parts of one.
+    options = {"skiprows": len(comments), "keep_default_na": False, "na_values": [""]}
+    return pd.read_csv(path, **options, dtype=dict.fromkeys(TEXTS, str)), header
+
+
+def write_csv(path, table, header):
+    """Write a DataFrame with its header, {key: value or list of values}."""
+    lines = []
+    for key, values in header.items():
+        values = values if isinstance(values, list) else [values]
+        lines += [f"# {key}: {' '.join(str(value).splitlines())}\n" for value in values]
+    io.write_atomic(path, "".join(lines) + table.to_csv(index=False))

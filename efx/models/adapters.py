@@ -382,10 +382,3 @@ def _check(model, config):
                 f"matches only one of {first} and {path}, and config.model.scan_layers=True "
                 "computes both as one; match both or neither, or use scan_layers=False",
             )
-    mlps = [path for path in sites if "/mlp/" in path]
-    if mlps and m.dropout.skips and (config.experts or config.gate):
-        config.refuse(
-            "sites",
-            f"matches {mlps[0]}, but gates do not support MLPs that skip tokens; use "
-            "config.model.dropout.attention.skip_tile=0",
-        )

@@ -7,19 +7,18 @@ B)
 and layer j + 1 of B reads the sum. Only the bridges train. Their output projections start at zero,
 so that the bridged model starts as its anchor. Query t sees the states of A at tokens <= t.
 
-Members are models of any family whose layers `layers/block_<i>` run once each and have a state for
-every token. An interceptor of Flax method calls reads and changes the outputs of these layers (the
-decoder stream of an encoder-decoder). Members run unrolled and as in evaluation, without dropout.
+Members are models of any family whose layers run once each and have a state for every token. An
+interceptor of Flax method calls reads and changes the outputs of these layers (of an
+encoder-decoder, those of the decoder). Members run unrolled and as in evaluation, without dropout.
 """
 
 import math
-import re
 from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx.config.schema import Count, Modules, Natural, NonNegative, Positions, block, replaced
+from efx.config.schema import Count, Modules, Natural, NonNegative, Positions, block
 from efx.errors import UsageError
 from efx.layers import batch_means, flops, norms
 from efx.layers.attention import Attention
@@ -117,9 +116,7 @@ class Bridged(LanguageModel):
                 "config.model.augment"
             )
         _check_members(config, members)
-        # MLPs that skip tokens whose mask is 0 have no gradient, which bridges need.
-        settings = {"dropout.attention.skip_tile": 0}
-        anchor, *augment = (m.clone(config=replaced(m.config, settings)) for m in members)
+        anchor, *augment = members
         return cls(config, vocab_size, dtype, anchor_model=anchor, augment_models=tuple(augment))
 
     @property
@@ -145,7 +142,7 @@ class Bridged(LanguageModel):
         """The anchor's normalised state [B, T, D]; `train` has no effect."""
         arguments = tokens_BT, positions_BT, segment_ids_BT, False, decode, cache_size
         states = [self._states(model, arguments) for model in self.augment_models]
-        pair_of_layer = {j: k for k, j in enumerate(self._bridged_layers(self.anchor_model))}
+        pair_of_layer = {path: k for k, path in enumerate(self._bridged_layers(self.anchor_model))}
 
         def add_bridges(layer, h_BTD, call):
             if layer not in pair_of_layer:
@@ -157,7 +154,7 @@ class Bridged(LanguageModel):
             return h_BTD + delta_BTD
 
         # Bridges train by the cross-entropy alone, not by the losses of the anchor's routers.
-        with intercept_layers(self.anchor_model.path, add_bridges), batch_means.without_losses():
+        with intercept_layers(self.anchor_model, add_bridges), batch_means.without_losses():
             return self.anchor_model.features(*arguments)
 
     def _states(self, model, arguments):
@@ -168,14 +165,14 @@ class Bridged(LanguageModel):
             outputs[layer] = h_BTD
             return h_BTD
 
-        with intercept_layers(model.path, record), batch_means.without_losses():
+        with intercept_layers(model, record), batch_means.without_losses():
             model.features(*arguments)
         return [outputs[layer] for layer in self._bridged_layers(model)]
 
     def _bridged_layers(self, model):
-        """Indices of the layers that bridges connect, evenly spaced, the last included."""
-        pairs, depth = self.config.pairs, len(model.specs())
-        return [math.ceil((k + 1) * depth / pairs) - 1 for k in range(pairs)]
+        """Paths of the layers that bridges connect, evenly spaced, the last included."""
+        pairs, paths = self.config.pairs, layer_paths(model)
+        return [paths[math.ceil((k + 1) * len(paths) / pairs) - 1] for k in range(pairs)]
 
     def logits(self, x):
         return self.anchor_model.logits(x)
@@ -212,30 +209,31 @@ class Bridged(LanguageModel):
         return flops.Ledger(length, flops.add(parts))
 
 
-def intercept_layers(model_path, replace_output):
-    """Context manager that replaces the output h [B, T, D] of each layer of a model.
+def layer_paths(model):
+    """Paths in a model of the layers that a bridge can connect, those of its decoder stream."""
+    return [path for path in model.blocks() if "/encoder_" not in path]
+
+
+def intercept_layers(model, replace_output):
+    """Context manager that replaces the output h [B, T, D] of each layer of a bound model.
 
     Args:
-      model_path: keys of the model's path.
-      replace_output: (index of the layer, h, its `Call`) -> the new h.
+      replace_output: (path of the layer in the model, h, its `Call`) -> the new h.
     """
-    pattern = re.compile("/".join((*model_path, "layers", r"block_(\d+)")))
-    is_inside = False
+    paths, prefix, is_inside = layer_paths(model), "/".join((*model.path, "")), False
 
     def intercept(next_fun, args, kwargs, context):
         nonlocal is_inside
-        layer = pattern.fullmatch("/".join(context.module.path))
+        path = "/".join(context.module.path)
         # A layer and its block have one path: the outer call is the layer's.
-        if layer is None or is_inside or context.method_name != "__call__":
+        is_layer = path.startswith(prefix) and path.removeprefix(prefix) in paths
+        if not is_layer or is_inside or context.method_name != "__call__":
             return next_fun(*args, **kwargs)
         is_inside = True
-        out = next_fun(*args, **kwargs)
+        h_BTD = next_fun(*args, **kwargs)
         is_inside = False
         call = next(value for value in args if isinstance(value, Call))
-        if not isinstance(out, tuple):
-            return replace_output(int(layer[1]), out, call)
-        encoder_BTD, h_BTD = out  # of an encoder-decoder
-        return encoder_BTD, replace_output(int(layer[1]), h_BTD, call)
+        return replace_output(path.removeprefix(prefix), h_BTD, call)
 
     return nn.intercept_methods(intercept)
 
@@ -257,10 +255,10 @@ def _check_members(c, members):
                 f"{where}: a {type(model).__name__} cannot have bridges, because its layers do not "
                 "run once each, one after another, with a state for each token"
             )
-        if not 1 <= c.pairs <= len(model.specs()):
+        if c.pairs > len(layer_paths(model)):
             raise UsageError(
-                f"config.model.pairs={c.pairs}: must be from 1 to {len(model.specs())}, the layers "
-                f"of {where}"
+                f"config.model.pairs={c.pairs}: must be at most {len(layer_paths(model))}, the "
+                f"layers of {where}"
             )
     width = members[0].config.width
     if width % c.num_heads:

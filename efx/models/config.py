@@ -86,6 +86,12 @@ def check_stack(c, *depths):
             f"each of {sum(depths)} blocks would be compiled separately; use at most "
             f"{MOST_BLOCKS}, or config.model.scan_layers=True",
         )
+    if c.dropout.kind == "attention" and c.width % c.attention.num_heads:
+        c.attention.refuse(
+            "num_heads",
+            f"must divide config.model.width={c.width}, because masks ({c.dropout.where}.kind="
+            "'attention') have as many heads",
+        )
     c.depth_routing.check_depth(*depths)
     if c.soft_experts.num and c.depth_routing.target != "block":
         c.depth_routing.refuse(

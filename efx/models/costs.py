@@ -1,5 +1,7 @@
 """Nominal FLOPs of blocks for one sequence, by component; conventions: `efx.layers.flops`."""
 
+import dataclasses
+
 from efx.layers import flops
 from efx.layers.report import Report
 from efx.routing.decisions import DECISIONS
@@ -80,6 +82,18 @@ def stack_flops(specs, length, mode, measured=None):
     )
 
 
+def attentions(spec):
+    """[(the block of an attention, whether its keys are those of all tokens and not only of routed
+    ones)] of a `LayerSpec`."""
+    found, sees_all = [], spec.routing is not None and spec.routing.kv_for_skipped
+    for b in spec.blocks:
+        if "self" in b.order:
+            found.append((b, sees_all))
+        if b.cross is not None:
+            found.append((dataclasses.replace(b, attention=b.cross), True))
+    return found
+
+
 def _layer_flops(spec, length, mode, measured):
     """measured: (fraction of the tokens, fraction of the causal pairs) that were routed, or None:
     the slots of a routed block are full."""
@@ -98,7 +112,7 @@ def _layer_flops(spec, length, mode, measured):
             pairs = flops.thinned_pairs(tokens, length, window)
         pairs_with_all = all_pairs * tokens / length
     attends_all = r is not None and r.target == "mlp"
-    for b, sees_all in () if r is not None and r.target == "mlp_only" else spec.attentions:
+    for b, sees_all in () if r is not None and r.target == "mlp_only" else attentions(spec):
         if attends_all:
             queries, keys, counted, masked = length, length, all_pairs, all_pairs
         else:
@@ -121,18 +135,17 @@ def mask_flops(b, tokens, pairs, *sites):
     """{component: FLOPs} of the masks at these sites, one for each channel of a block."""
     c = b.dropout
     masks = channels(b) * sum(c.active(site) for site in sites)
-    mask_width = 1 if c.attention.granularity == "token" else b.width
-    # An attention of its own as wide as the mask needs no linear layer.
-    has_linear = c.kind == "attention" and not (c.own_attention and mask_width > 1)
+    # An attention of its own needs no linear layer.
+    has_linear = c.kind == "attention" and not c.own_attention
     attentions, linears = masks * c.own_attention, masks * has_linear
-    return _mask_flops(b, tokens, pairs, attentions, linears * mask_width)
+    return _mask_flops(b, tokens, pairs, attentions, linears * b.width)
 
 
 def _mask_flops(b, tokens, pairs, attentions, features):
     """features: outputs of all linear layers."""
     if not attentions + features:
         return {}
-    heads = b.dropout.attention.num_heads
+    heads = b.attention.num_heads
     return {
         "mask_projections": flops.matmul(tokens, b.width, 3 * attentions * b.width + features),
         "mask_scores": attentions * flops.attention_scores(pairs, heads, b.width // heads),
@@ -153,33 +166,4 @@ def embedding_mask_flops(b, tokens, pairs):
     return flops.add([masks, mask_input_flops(b, tokens, pairs)])
 
 
-# ---- evaluation --------------------------------------------------------------------------------
-
-COMPUTED = "mlp/computed_fraction"  # sown by blocks whose MLP skips dropped tokens
-
-
-def _flops_row(model, length, passes):
-    """{metric: FLOPs per token} of a model whose MLPs compute kept tokens only.
-
-    Empty with depth routing and for latents, whose blocks do not all have `length` tokens.
-    """
-    computed = passes.means["causal"].get(COMPUTED)
-    if computed is None:
-        return {}
-    specs, nominal = model.blocks().values(), model.ledger(length).nominal
-    mlps = [(b, mlp_flops(b, length)["mlp"]) for spec in specs for b in spec.blocks]
-    if any(spec.routing for spec in specs) or nominal["mlp"] != sum(cost for _, cost in mlps):
-        return {}
-    skipping = sum(cost for b, cost in mlps if b.moe is None and b.soft is None)
-    return {"eval/flops_per_token": (sum(nominal.values()) - (1.0 - computed) * skipping) / length}
-
-
-MASKS = Report(
-    words={
-        "dropout/kept": "; masks keep {:.1%}",
-        COMPUTED: "; MLPs computed for {:.1%} of the tokens",
-    },
-    statistics=("dropout/", COMPUTED),
-    rows=_flops_row,
-    compared=lambda model: "masks" if model.config.dropout.learned else "",
-)
+MASKS = Report(words={"dropout/kept": "; masks keep {:.1%}"}, statistics=("dropout/",))

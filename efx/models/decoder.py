@@ -48,7 +48,6 @@ class DecoderConfig(ModelConfig):
             **filled,
             attention=self.attention.resolved(self.width, is_rotary, self.mup, use_bias),
             mlp=self.mlp.resolved(self.depth, ACTIVATIONS[self.preset]),
-            dropout=self.dropout.resolved(self.width, self.attention.num_heads),
         )
 
 

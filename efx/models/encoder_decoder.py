@@ -17,7 +17,6 @@ depend on each other: with E = L - 1 the longest chain of dependent blocks has L
 
 import dataclasses
 import itertools
-from functools import partial
 from typing import ClassVar, Literal
 
 import jax
@@ -32,7 +31,7 @@ from efx.layers.linear import Linear
 from efx.layers.report import sow_increment
 from efx.models.config import ModelConfig, check_stack
 from efx.models.language_model import LanguageModel
-from efx.models.stack import Layer, LayerSpec, Stack, by_path, stream_specs
+from efx.models.stack import Layer, LayerSpec, Stack, stream_specs
 from efx.parallel.sharding import constrain
 
 # ---- settings ----------------------------------------------------------------------------------
@@ -92,7 +91,15 @@ class EncoderDecoderConfig(ModelConfig):
             output_positions=self.output_positions or ("none" if rope else "subtract"),
             attention=self.attention.resolved(self.width, rope, self.mup, self.use_bias),
             mlp=self.mlp.resolved(max(self.depth, self.num_encoder_blocks), "gelu"),
-            dropout=self.dropout.resolved(self.width, self.attention.num_heads),
+        )
+
+    @property
+    def cross_attention(self):
+        """`AttentionConfig` of cross-attention in a resolved config: that of self-attention, with
+        other heads."""
+        heads = self.cross_heads
+        return dataclasses.replace(
+            self.attention, num_heads=heads, num_kv_heads=heads, head_dim=self.width // heads
         )
 
     @property
@@ -113,24 +120,19 @@ ATTENTIONS = {
 class DecoderBlock(blocks.Block):
     """d [B, T, D] -> the increment of self-attention, cross-attention to `call.encoder` and MLP.
 
-    Attributes:
-      cross: config of cross-attention.
-      order: of the attentions, a value of `ATTENTIONS`.
+    `BlockConfig.order` and `cross` have its attentions.
     """
-
-    cross: config.AttentionConfig
-    order: tuple[str, ...]
 
     @property
     def kv_depends_on_block_output(self):
         """Self-attention after cross-attention reads its output."""
-        return self.order == ATTENTIONS["cross_first"]
+        return self.config.order == ATTENTIONS["cross_first"]
 
     def setup_attention(self):
         c = self.config
-        if "self" in self.order:
+        if "self" in c.order:
             super().setup_attention()
-        self.cross_attention = blocks.make_attention(c, config=self.cross)
+        self.cross_attention = blocks.make_attention(c, config=c.cross)
         self.norm_cross, self.norm_encoder = blocks.make_norm(c), blocks.make_norm(c)
         self.dropout_cross_output = make_dropout(c, "attention_output")
 
@@ -142,7 +144,7 @@ class DecoderBlock(blocks.Block):
             (states of all tokens [B, S, D], their call, indices [B, C] of d among them).
         """
         x_BTD, increment_BTD = d_BTD, None
-        for name in self.order:
+        for name in self.config.order:
             if increment_BTD is not None:
                 x_BTD = blocks.mlp_input(self.config, d_BTD, increment_BTD)
             if name == "self":
@@ -183,50 +185,17 @@ class DecoderBlock(blocks.Block):
         return y_BTD
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderSpec(LayerSpec):
-    """A decoder block, dense or routed; `order` as in `DecoderBlock`."""
-
-    cross_heads: int
-    order: tuple[str, ...]
-
-    @property
-    def cross(self):
-        """Config of cross-attention: that of self-attention, with other heads."""
-        heads = dict(num_heads=self.cross_heads, num_kv_heads=self.cross_heads)
-        head_dim = self.block.width // self.cross_heads
-        return dataclasses.replace(self.block.attention, **heads, head_dim=head_dim)
-
-    @property
-    def make_block(self):
-        return partial(DecoderBlock, self.block, self.cross, self.order)
-
-    @property
-    def attentions(self):
-        cross = dataclasses.replace(self.block, attention=self.cross), True
-        return (*super().attentions, cross) if "self" in self.order else (cross,)
-
-
 @dataclasses.dataclass(frozen=True)
 class TwoStreamSpec:
     """One layer: encoder blocks, a decoder block, or both."""
 
     encoder: tuple[LayerSpec, ...] = ()
-    decoder: DecoderSpec | None = None
+    decoder: LayerSpec | None = None
     parallel: bool = False  # the decoder block reads the input of the encoder blocks of its layer
-
-    @property
-    def module(self):
-        return TwoStreamLayer
-
-    @property
-    def parts(self):
-        parts = {f"encoder_{i}": spec for i, spec in enumerate(self.encoder)}
-        return parts if self.decoder is None else parts | {"decoder": self.decoder}
 
 
 class TwoStreamLayer(nn.Module):
-    """(e [B, T, D], d [B, T, D]) -> (e, d). d is None before a serial decoder starts."""
+    """(e [B, T, D], d [B, T, D]) -> (e, d). d may be None without a decoder block."""
 
     spec: TwoStreamSpec
 
@@ -309,27 +278,21 @@ class EncoderDecoder(LanguageModel):
         self.norm_input = blocks.make_norm(block)
         self.decoder_input = Linear(c.width, ("embed", "table"), block.std, c.use_bias, self.dtype)
         specs, last = self.layer_specs()
-        self.layers = Stack(specs, c.scan_layers, c.remat)
-        self.last = Stack(last, False, c.remat)
+        self.layers = Stack(specs, c.scan_layers, c.remat, layer=TwoStreamLayer)
+        self.last = Stack(last, False, c.remat, layer=TwoStreamLayer)
         self.norm_final = blocks.make_norm(block)
         self.norm_output = blocks.make_norm(block)
         self.loss = EmbeddingLoss(c.embedding_loss, c.embedding_loss_gains, c.norm_eps)
 
     def trunk(self, embedded_BTD, call):
         c, next_BT = self.config, call.positions_BT + 1
-
-        def start_decoder(streams):
-            x_BTD = self.norm_input(streams[0]) if c.decoder_input_norm else streams[0]
-            d_BTD = self.decoder_input(x_BTD)
-            if c.decoder_input_positions:
-                d_BTD = d_BTD + self.position_embedding(next_BT, d_BTD.shape)
-            return streams[0], constrain(d_BTD, "batch", "length", "act_embed")
-
-        streams = self.drop_embedding(embedded_BTD, call), None
-        if c.cross_source == "final" and c.serial_start == "encoder":
-            streams = self.layers(streams, call, {c.num_encoder_blocks: start_decoder})
+        x_BTD = self.drop_embedding(embedded_BTD, call)
+        if c.cross_source == "final":
+            e_BTD, _ = self.layers((x_BTD, None), call)
+            start_BTD = e_BTD if c.serial_start == "encoder" else x_BTD
+            streams = e_BTD, self._start_decoder(start_BTD, next_BT)
         else:
-            streams = self.layers(start_decoder(streams), call)
+            streams = self.layers((x_BTD, self._start_decoder(x_BTD, next_BT)), call)
         e_BTD, d_BTD = self.last(streams, call)
         has_loss = c.embedding_loss != "none" and not call.decode
         if has_loss and (batch_means.wanted(self) or self.is_initializing()):
@@ -339,12 +302,20 @@ class EncoderDecoder(LanguageModel):
             x_BTD = x_BTD - self.position_embedding(next_BT, x_BTD.shape)
         return self.norm_output(x_BTD) if c.output_positions == "subtract_norm" else x_BTD
 
+    def _start_decoder(self, x_BTD, next_BT):
+        """d_0."""
+        c = self.config
+        d_BTD = self.decoder_input(self.norm_input(x_BTD) if c.decoder_input_norm else x_BTD)
+        if c.decoder_input_positions:
+            d_BTD = d_BTD + self.position_embedding(next_BT, d_BTD.shape)
+        return constrain(d_BTD, "batch", "length", "act_embed")
+
     @nn.nowrap
     def layer_specs(self):
         """(specs of the stack `layers`, specs of the stack `last`).
 
-        The last layer of `previous_layer` has no encoder block. Without it the layers of the stack
-        are alike, so they can be scanned.
+        `last` is the decoder of `final`, and the last layer of `previous_layer`, which has no
+        encoder block. Without these the layers of the stack are alike, so they can be scanned.
         """
         c, count = self.config, self.config.num_encoder_blocks
         order = ATTENTIONS[c.order]
@@ -352,12 +323,13 @@ class EncoderDecoder(LanguageModel):
         capacities = c.depth_routing.routed_blocks(count, c.depth)
         encoder = tuple(stream_specs(self.block_config(2 * count), c, count, capacities))
         capacities = {i - count: capacity for i, capacity in capacities.items()}
-        block = self.block_config(c.depth * (len(order) + 1))
-        fields = dict(cross_heads=c.cross_heads, order=order)
-        decoder = tuple(stream_specs(block, c, c.depth, capacities, DecoderSpec, **fields))
+        block = dataclasses.replace(
+            self.block_config(c.depth * (len(order) + 1)), order=order, cross=c.cross_attention
+        )
+        decoder = tuple(stream_specs(block, c, c.depth, capacities, DecoderBlock))
         if c.cross_source == "final":
-            layers = [TwoStreamSpec(encoder=(spec,)) for spec in encoder]
-            return (*layers, *(TwoStreamSpec(decoder=spec) for spec in decoder)), ()
+            layers = tuple(TwoStreamSpec(encoder=(spec,)) for spec in encoder)
+            return layers, tuple(TwoStreamSpec(decoder=spec) for spec in decoder)
         parallel = c.cross_source == "previous_layer"
         # Layer j has the encoder blocks from bounds[j] on, below bounds[j + 1].
         if parallel:
@@ -375,8 +347,14 @@ class EncoderDecoder(LanguageModel):
 
     @nn.nowrap
     def blocks(self):
-        specs, last = self.layer_specs()
-        return by_path("layers", specs) | by_path("last", last)
+        found = {}
+        for stack, specs in zip(("layers", "last"), self.layer_specs(), strict=True):
+            for i, spec in enumerate(specs):
+                path = f"{stack}/block_{i}"
+                found |= {f"{path}/encoder_{j}": part for j, part in enumerate(spec.encoder)}
+                if spec.decoder is not None:
+                    found[f"{path}/decoder"] = spec.decoder
+        return found
 
     @nn.nowrap
     def ledger(self, length, selection="train", shares=None):

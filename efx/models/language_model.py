@@ -13,7 +13,7 @@ from efx.layers.call import CacheView, Call
 from efx.layers.learned_dropout import make_dropout, make_mask_input
 from efx.layers.linear import Embedding, Linear, broadcast
 from efx.models import costs
-from efx.models.stack import by_path
+from efx.models.stack import names
 from efx.parallel.collectives import reshard
 from efx.parallel.sharding import constrain
 from efx.routing.scores import token_places
@@ -139,9 +139,9 @@ class LanguageModel(nn.Module):
 
     @nn.nowrap
     def blocks(self):
-        """{path in the parameters of the unrolled model: `LayerSpec` or `RecursionStep`} of each
-        part with a routing decision of its own, or none."""
-        return by_path("layers", self.specs())
+        """{path in the parameters of the unrolled model: `LayerSpec`}."""
+        specs = self.specs()
+        return {f"layers/{name}": spec for name, spec in zip(names(specs), specs, strict=True)}
 
     @nn.nowrap
     def stack_length(self, length):

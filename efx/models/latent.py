@@ -136,7 +136,6 @@ class LatentConfig(ModelConfig):
             mlp=self.mlp.resolved(self.depth, "gelu"),
             **{name: n if isinstance(n, tuple) else (n,) * levels for name, n in counts.items()},
         )
-        result.dropout.resolved(self.width, result.attention.num_heads)
         result._check_levels(levels)
         result._check_widths()
         check_stack(result, self.depth)
@@ -163,16 +162,13 @@ class LatentConfig(ModelConfig):
             self.refuse("level_heads", f"expected {levels} numbers, one for each of level_widths")
 
     def _check_widths(self):
-        attention, masks = self.attention, self.dropout.attention
+        attention = self.attention
         for width, heads in zip(self.level_widths, self.heads, strict=False):
-            divisors = {"the head width of the latent stack": attention.head_dim}
+            divisor, name = attention.head_dim, "the head width of the latent stack"
             if self.level_heads:
-                divisors = {"its level_heads": heads}
-            if self.dropout.kind == "attention" and masks.num_heads:
-                divisors[f"{masks.where}.num_heads"] = masks.num_heads
-            for name, divisor in divisors.items():
-                if width % divisor:
-                    self.refuse("level_widths", f"{width} is not divisible by {divisor}, {name}")
+                divisor, name = heads, "its level_heads"
+            if width % divisor:
+                self.refuse("level_widths", f"{width} is not divisible by {divisor}, {name}")
             if attention.rope_theta:
                 where = f"config.model.level_widths={self.level_widths}"
                 attention.check_rotary(width // heads, where)
@@ -245,9 +241,8 @@ class LatentConfig(ModelConfig):
         num_blocks = self.depth_routing.effective_depth(self.depth)
         num_blocks += compression_blocks * len(self.latents)
         num_blocks += sum(sum(getattr(self, name)) for name in BLOCK_COUNTS)
-        dropout = self.dropout.resolved(width, self.heads[level])
         std_out = std / (2 * num_blocks) ** 0.5
-        b = self.block(width=width, dropout=dropout, std=std, std_out=std_out, dtype=dtype)
+        b = self.block(width=width, std=std, std_out=std_out, dtype=dtype)
         return dataclasses.replace(b, context=context)
 
 
@@ -294,7 +289,7 @@ class LevelBlocks(nn.Module):
             x = self._sequences(kind, memory, x_BSD, calls)
             sequence_calls[kind] = with_mask_input(mask_input, x, sequence_calls[kind])
         for i, (kind, number) in enumerate(self.runs):
-            specs, count = (LayerSpec(blocks[kind]),) * number, memory[kind].shape[-2]
+            specs, count = (LayerSpec((blocks[kind],)),) * number, memory[kind].shape[-2]
             stack = Stack(specs, False, c.remat, name=f"{kind}_{i}")
             x = self._sequences(kind, memory, x_BSD, calls)
             y = run_layers(stack, x, sequence_calls[kind])
@@ -329,7 +324,7 @@ class Compress(Block):
         b, c = self.config, self.model
         self.residual = make_projection(b, c.widths[self.level - 1])
         self.mask_input = learned_dropout.make_mask_input(b)
-        self.blocks = Stack((LayerSpec(b),) * (c.compression_blocks - 1), False, c.remat)
+        self.blocks = Stack((LayerSpec((b,)),) * (c.compression_blocks - 1), False, c.remat)
 
     def __call__(self, x_BSD, fine, coarse):
         """`fine`, `coarse`: `LevelCalls` of levels i - 1 and i."""

@@ -81,7 +81,7 @@ def level_calls(c, level, call, batch, length):
             segment_ids_BT=segment_ids_BS,
             count_BT=selection.running_count(segment_ids_BS > 0, segment_ids_BS),
         )
-    group = group.with_cache(grouped=True, size=size)
+    group = group.with_cache(size=size)
     row = row.with_cache(size=c.num_groups(call.cache.size) * size if call.decode else 0)
     # Local memory tokens are computed with each call, global ones when the row begins.
     has_new_B1 = jnp.any(is_new_BS, axis=1, keepdims=True)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +16,10 @@ from efx.parallel.collectives import saves_exchanged
 from efx.parallel.sharding import constrain, parameter
 from efx.routing.config import DepthRoutingConfig
 from efx.routing.mod import MoDBlock
-from efx.routing.recursion import RecursionStep, SharedBlocks, recursion_steps
+from efx.routing.recursion import SharedBlocks, run_step
 
 # Collections with a leading axis of layers in a scanned stack.
-_SCANNED = "params", "cache", "losses", "stats", "means", "masks", "state"
+_SCANNED = "params", "cache", "losses", "stats", "means", "state"
 
 _keeps_selections = jax.checkpoint_policies.save_only_these_names(selection.SELECTION)
 
@@ -45,90 +44,62 @@ REMAT_POLICIES = {
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """One layer of a stack: a block, and how it is routed (None: it computes all tokens)."""
+    """One layer of a stack: a block, or a step of a recursion, which applies several.
 
-    block: BlockConfig
+    Attributes:
+      routing: None: it computes all tokens.
+      capacity: fraction of the sequence that it computes.
+      kind: class of the block.
+      step: number of the step of a recursion.
+    """
+
+    blocks: tuple[BlockConfig, ...]
     routing: DepthRoutingConfig | None = None
     capacity: float = 1.0
-
-    @property
-    def module(self):
-        """The module of the layer, made from its spec: (state, call) -> state."""
-        return Layer
-
-    @property
-    def make_block(self):
-        """Constructor of its block, a module (x, call, context=None) -> increment."""
-        return partial(Block if self.block.soft is None else SoftBlock, self.block)
-
-    @property
-    def blocks(self):
-        """The blocks that are computed."""
-        return (self.block,)
-
-    @property
-    def new_blocks(self):
-        """The blocks whose parameters no earlier layer has."""
-        return self.blocks
-
-    @property
-    def attentions(self):
-        """((the block of an attention, whether its keys are those of all tokens and not only of
-        routed ones), ...)."""
-        return ((self.block, self.routing is not None and self.routing.kv_for_skipped),)
-
-    @property
-    def parts(self):
-        """{name in the layer: spec} of each part with a routing decision of its own, or none."""
-        return {"": self}
+    kind: type = Block
+    step: int | None = None
 
 
-def layer_specs(b, c, kind=LayerSpec):
+def layer_specs(b, c):
     """The layers of the stack of a family.
 
     Args:
       b: `BlockConfig` of a block without experts.
       c: resolved config of the family, with `depth`, `mlp`, `depth_routing`, `soft_experts`.
-      kind: `LayerSpec`, or a subclass with another `make_block`.
     """
-    layers = tuple(stream_specs(b, c, c.depth, c.depth_routing.routed_blocks(c.depth), kind))
-    if c.depth_routing.kind != "recursion":
+    r = c.depth_routing
+    layers = tuple(stream_specs(b, c, c.depth, r.routed_blocks(c.depth)))
+    if r.kind != "recursion":
         return layers
-    return layers[0], *recursion_steps(c.depth_routing, layers[1:-1]), layers[-1]
+    shared = tuple(spec.blocks[0] for spec in layers[1:-1])
+    steps = (
+        LayerSpec(shared, r if r.step_is_routed(i) else None, capacity, step=i)
+        for i, capacity in enumerate(r.step_capacities)
+    )
+    return layers[0], *steps, layers[-1]
 
 
-def stream_specs(b, c, depth, capacities, kind=LayerSpec, **fields):
+def stream_specs(b, c, depth, capacities, kind=Block):
     """Specs of `depth` layers, of which those in `capacities` = {index: capacity} are routed.
 
     Args:
-      b, c: as in `layer_specs`.
-      kind: `LayerSpec`, or a subclass with these further fields.
+      b, c: as in `layer_specs`. kind: class of the blocks.
     """
     for i in range(depth):
         routed = dict(routing=c.depth_routing, capacity=capacities[i]) if i in capacities else {}
-        yield kind(block=block_in_stack(b, c, i), **routed, **fields)
+        yield LayerSpec((block_in_stack(b, c, i),), **routed, kind=kind)
 
 
 def names(specs):
-    """Names of the layers of a stack: `block_<i>`, numbered by their parameters."""
+    """Names of the layers of a stack: `block_<i>`, numbered by their parameters, and
+    `recursion_<i>`."""
     result, index = [], 0
     for spec in specs:
-        result.append(spec.name if isinstance(spec, RecursionStep) else f"block_{index}")
-        index += len(getattr(spec, "new_blocks", (spec,)))
+        step = getattr(spec, "step", None)
+        result.append(f"block_{index}" if step is None else f"recursion_{step}")
+        if not step:
+            index += 1 if step is None else len(spec.blocks)
     return result
-
-
-def by_path(stack, specs):
-    """{path in the tree of parameters: spec} of the `parts` of all layers.
-
-    Args:
-      stack: name of the stack.
-    """
-    return {
-        f"{stack}/{name}/{part}".rstrip("/"): inner
-        for name, spec in zip(names(specs), specs, strict=True)
-        for part, inner in spec.parts.items()
-    }
 
 
 class Layer(nn.Module):
@@ -137,20 +108,20 @@ class Layer(nn.Module):
     spec: LayerSpec
 
     def setup(self):
-        spec = self.spec
-        if spec.routing is None:
-            self.inner = spec.make_block()
-        else:
-            self.inner = MoDBlock(spec.make_block, spec.routing, spec.capacity)
+        (b,) = self.spec.blocks
+        self.block = (self.spec.kind if b.soft is None else SoftBlock)(b)
         # A routed layer has a dense layer's parameters at the same paths, plus its router.
-        nn.share_scope(self, self.inner)
+        nn.share_scope(self, self.block)
+        if self.spec.routing is not None:
+            self.routed = MoDBlock(self.block, self.spec.routing, self.spec.capacity)
+            nn.share_scope(self, self.routed)
 
     def __call__(self, x_BTD, call, context=None):
         """`context`: of a layer that is not routed itself, as in `Block`."""
         if self.spec.routing is not None:
-            x_BTD, _ = self.inner(x_BTD, call)
+            x_BTD, _ = self.routed(x_BTD, call)
         else:
-            delta_BTD = self.inner(x_BTD, call, context)
+            delta_BTD = self.block(x_BTD, call, context)
             if delta_BTD is None:  # it only writes keys and values
                 return x_BTD
             x_BTD = x_BTD + delta_BTD
@@ -162,12 +133,13 @@ class _Unit(nn.Module):
 
     specs: tuple
     remat: str
+    layer: type
 
     @nn.compact
     def __call__(self, x_BTD, call):
+        layer = _with_remat(self.layer, self.remat, prevent_cse=False)
         for i, spec in enumerate(self.specs):
-            layer = _make_layer(spec, f"block_{i}", self.remat, scanned=True)
-            x_BTD = layer(x_BTD, call)
+            x_BTD = layer(spec, name=f"block_{i}")(x_BTD, call)
         return x_BTD, None
 
 
@@ -178,7 +150,7 @@ class Stack(nn.Module):
     a Mixture-of-Depths stack that routes every second block. Its parameters have a leading layer
     axis; `unroll_params` and `scan_params` convert between the two forms.
 
-    The state is the argument of the specs' modules: x_BTD, or two streams. The shared blocks of a
+    The state is the argument of the layers: x_BTD, or two streams. The shared blocks of a
     recursion have their parameters where a dense stack has them, in `block_<i>/...`; routers and
     skip MLPs of its steps are in `recursion_<i>/...`.
 
@@ -186,20 +158,16 @@ class Stack(nn.Module):
     `StateAverage`; a recursion step counts as one layer. Weights: `average_<i>/alpha`, i from 1.
     """
 
-    specs: tuple  # of LayerSpec and RecursionStep, or of another family's
+    specs: tuple  # the field `spec` of each layer
     scan: bool
     remat: str
     averages: DenseFormerConfig | None = None
+    layer: type = Layer
 
     @nn.compact
-    def __call__(self, x_BTD, call, before=None):
-        """The state after all layers.
-
-        Args:
-          before: {index of a layer: function of the state before it}; not in a scan.
-        """
+    def __call__(self, x_BTD, call):
+        """The state after all layers."""
         if self.scan:
-            assert not before
             size = period(self.specs)
             scanned = nn.scan(
                 _Unit,
@@ -209,23 +177,22 @@ class Stack(nn.Module):
                 split_rngs={"params": True, "dropout": True, "routing": True},
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )
-            x_BTD, _ = scanned(self.specs[:size], self.remat, name="units")(x_BTD, call)
+            x_BTD, _ = scanned(self.specs[:size], self.remat, self.layer, name="units")(x_BTD, call)
             return x_BTD
+        layer = _with_remat(self.layer, self.remat)
         shared, selectable_BT, states = None, None, [x_BTD]
         for i, (name, spec) in enumerate(zip(names(self.specs), self.specs, strict=True)):
-            if before and i in before:
-                x_BTD = before[i](x_BTD)
-            if not isinstance(spec, RecursionStep):
-                x_BTD = _make_layer(spec, name, self.remat)(x_BTD, call)
+            if name.startswith("block"):
+                x_BTD = layer(spec, name=name)(x_BTD, call)
             else:
                 if shared is None:
                     blocks = (
-                        _make_layer(inner, f"block_{j}", self.remat)
-                        for j, inner in enumerate(spec.shared, 1)
+                        layer(LayerSpec((b,)), name=f"block_{j}")
+                        for j, b in enumerate(spec.blocks, i)
                     )
                     shared = SharedBlocks(tuple(blocks))
                 step_call = call.replace(selectable_BT=selectable_BT)
-                x_BTD, selectable_BT = spec.apply(shared, x_BTD, step_call)
+                x_BTD, selectable_BT = run_step(name, spec, shared, x_BTD, step_call)
             if self.averages is not None and self.averages.on:
                 states.append(x_BTD)
                 x_BTD = StateAverage(name=f"average_{i + 1}")(states)
@@ -251,11 +218,10 @@ class StateAverage(nn.Module):
         return mean_BTD.astype(states[-1].dtype)
 
 
-def _make_layer(spec, name, remat, scanned=False):
-    module = spec.module
-    if remat != "none":
-        module = nn.remat(module, policy=REMAT_POLICIES[remat], prevent_cse=not scanned)
-    return module(spec, name=name)
+def _with_remat(layer, remat, prevent_cse=True):
+    if remat == "none":
+        return layer
+    return nn.remat(layer, policy=REMAT_POLICIES[remat], prevent_cse=prevent_cse)
 
 
 def period(specs):

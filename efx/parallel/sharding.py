@@ -4,7 +4,6 @@ Layers name logical axes only. One table, `config.rules`, maps these to mesh axe
 without a rule is an error, so that a misspelt name cannot mean "replicated".
 """
 
-import collections
 import contextlib
 import contextvars
 import math
@@ -48,7 +47,6 @@ DEFAULT_RULES = (
     ("act_vocab", "tensor"),
 )
 LOGICAL_AXES = tuple(dict.fromkeys(name for name, _ in DEFAULT_RULES))
-_TILE_ROWS = 8  # of a matrix in the memory of a TPU
 
 
 # ---- rules -------------------------------------------------------------------------------------
@@ -112,14 +110,7 @@ def use(mesh, rules):
     The rules are not part of jit's cache key: use a jitted function with one mesh and one set of
     rules only.
     """
-    with _without_cached_collectives(mesh), used_in_thread(mesh, rules):
-        yield
-
-
-@contextlib.contextmanager
-def used_in_thread(mesh, rules):
-    """`use` in another thread of a program that is inside `use` of the same mesh."""
-    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+    with _without_cached_collectives(mesh), jax.set_mesh(mesh), nn.logical_axis_rules(rules):
         yield
 
 
@@ -221,31 +212,6 @@ def tree_shardings(boxed, mesh, rules):
         return sharding
 
     return jax.tree_util.tree_map_with_path(check, nn.unbox(boxed), shardings)
-
-
-def torn_tiles(shapes):
-    """Return advice if the mesh splits many matrices inside of a tile of a TPU, else "".
-
-    A TPU copies such arrays once more after gathering them, which took half of a step with 6656
-    columns on 256 chips (by the compiler, benchmarks/NOTES.md).
-
-    Args:
-      shapes: tree of arrays or shapes with shardings.
-    """
-    leaves, torn = jax.tree.leaves(shapes), collections.Counter()
-    for leaf in leaves:
-        shard = leaf.sharding.shard_shape(leaf.shape)
-        if len(shard) > 1:
-            for size, rows in list(zip(leaf.shape, shard, strict=True))[-2:]:
-                if rows < size and rows % _TILE_ROWS:
-                    torn[size, rows] += leaf.size
-    if not torn or max(torn.values()) < sum(leaf.size for leaf in leaves) / 10:
-        return ""
-    (size, rows), _ = torn.most_common(1)[0]
-    return (
-        f"config.mesh splits {size} into shards of {rows}, not a multiple of the {_TILE_ROWS} rows "
-        "of a TPU's tile, so gathered arrays are copied once more; use a smaller config.mesh.fsdp"
-    )
 
 
 def batch_sharding(mesh, rules):

@@ -1,10 +1,8 @@
 """Stop a run on SIGINT, SIGTERM or SIGHUP: save after the current step, on all hosts at the same.
 
-Python runs signal handlers between two instructions of the main thread. During a compilation there
-are none, so long work runs in a second thread (`StopSignals.run_interruptible`).
+Python runs signal handlers between two instructions: a signal waits for the end of a compilation.
 """
 
-import concurrent.futures
 import contextlib
 import os
 import select
@@ -14,37 +12,8 @@ import threading
 import time
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Environment variable with the descriptor of a pipe, which the starting process holds open.
-PARENT_PIPE = "EFX_PARENT_PIPE"
 # timeout(1) signals the process and then its group; a closed terminal sends SIGHUP twice.
 _REPEATED_SECONDS = 1.0
-_BACKGROUND = "efx-background"
-
-
-class Interrupted(Exception):
-    """A signal came before the work was finished."""
-
-
-class BackgroundTask:
-    """Runs `work()` in a new thread."""
-
-    def __init__(self, work):
-        pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=_BACKGROUND)
-        self._future = pool.submit(work)
-        pool.shutdown(wait=False)
-
-    def wait(self, seconds):
-        """Wait at most this long; return whether the work is done."""
-        return bool(concurrent.futures.wait([self._future], seconds).done)
-
-    def result(self):
-        """Wait for the work; return its result or raise its error."""
-        return self._future.result()
-
-
-def has_background_work():
-    """Whether a background thread still runs; Python would wait for it at exit."""
-    return any(thread.name.startswith(_BACKGROUND) for thread in threading.enumerate())
 
 
 class StopSignals:
@@ -108,21 +77,6 @@ class StopSignals:
         for descriptor in self._terminals:
             os.dup2(nowhere, descriptor)
 
-    def run_interruptible(self, work):
-        """Return `work()`, or raise Interrupted as soon as a signal comes.
-
-        With several hosts the work is never interrupted: they have to stop at the same step.
-        """
-        if _has_other_hosts() or not self._previous:
-            return work()
-        if self.name:
-            raise Interrupted
-        task = BackgroundTask(work)
-        while not task.wait(0.1):
-            if self.name:
-                raise Interrupted
-        return task.result()
-
     def stop_requested(self):
         """Whether to stop after this step. Every host has to call this after every step, and all
         get the same answer."""
@@ -151,19 +105,6 @@ def end_at_ctrl_c():
         return False
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     return True
-
-
-def end_with_starter():
-    """Send SIGTERM to this process when the study that started it has ended, even by SIGKILL."""
-    descriptor = os.environ.pop(PARENT_PIPE, "")
-
-    def watch():
-        with contextlib.suppress(OSError):  # the descriptor was not inherited
-            if not os.read(int(descriptor), 1):
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    if descriptor:
-        threading.Thread(target=watch, daemon=True).start()
 
 
 def status_without_reader():

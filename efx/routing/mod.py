@@ -11,7 +11,6 @@ attention among them needs no other mask.
 """
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -37,22 +36,15 @@ class MoDBlock(nn.Module):
     threshold is a variable in the collection `state`, updated in training.
 
     Attributes:
-      make_block: constructor of the block, a module (x, call, context=None) -> increment.
+      block: a module (x, call, context=None) -> increment, of the caller's.
       capacity: fraction of the tokens of a sequence that are computed.
-      shared: block of another module (a recursion), used in place of `make_block`.
     """
 
-    make_block: Callable | None
+    block: nn.Module
     config: DepthRoutingConfig
     capacity: float
-    shared: nn.Module | None = None
 
     def setup(self):
-        if self.shared is None:
-            self.block = self.make_block()
-            nn.share_scope(self, self.block)
-        else:
-            self.block = self.shared
         c, b = self.config, self.block.config
         options = c, self.capacity, b.width, b.router_scale
         self.scorer = SCORES[c.score](*options)
@@ -259,8 +251,7 @@ class MoDBlock(nn.Module):
             skipped_BT = jnp.where(selected_BT, -1, call.positions_BT)
             writing = writing.replace(positions_BT=skipped_BT)
         self._part_of(self.block)(x_BTD, writing)
-        # The layers of a shared block write the selected tokens one after the other.
-        return call if self.shared is not None else call.with_cache(access="read")
+        return call.with_cache(access="read")
 
 
 def _add_gated(part, out_BTD, index_BC, x_BTD, gate_BT, call):

@@ -5,7 +5,6 @@ ordinary ones; step r of the blocks between them computes the tokens that its ow
 among those of step r - 1. A step that computes all tokens has no router.
 """
 
-import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -13,60 +12,7 @@ from flax import linen as nn
 
 from efx.layers import selection
 from efx.parallel.sharding import constrain
-from efx.routing.config import DepthRoutingConfig
 from efx.routing.mod import MoDBlock
-
-
-@dataclasses.dataclass(frozen=True)
-class RecursionStep:
-    """One pass through the shared blocks; see also `stack.LayerSpec`.
-
-    Attributes:
-      number: of the step, from 0.
-      shared: `LayerSpec`s of the shared blocks.
-      routing: None: all tokens, without a router.
-      capacity: fraction of the sequence that this step computes.
-    """
-
-    number: int
-    shared: tuple
-    routing: DepthRoutingConfig | None = None
-    capacity: float = 1.0
-
-    @property
-    def name(self):
-        return f"recursion_{self.number}"
-
-    @property
-    def blocks(self):
-        return tuple(spec.block for spec in self.shared)
-
-    @property
-    def new_blocks(self):
-        """The blocks whose parameters no earlier layer has."""
-        return () if self.number else self.blocks
-
-    @property
-    def attentions(self):
-        sees_all = self.routing is not None and self.routing.kv_for_skipped
-        return tuple((block, sees_all) for block in self.blocks)
-
-    @property
-    def parts(self):
-        return {"": self}
-
-    def apply(self, shared, x_BTD, call):
-        """(x, mask of the tokens that the next step may select, or None: all).
-
-        Args:
-          shared: `SharedBlocks`. call: its `selectable_BT` are the tokens of the previous step.
-        """
-        call = call.with_cache(tag=self.name)  # every step has caches of its own
-        if self.routing is None:
-            return shared.run(x_BTD, call), None
-        step = MoDBlock(None, self.routing, self.capacity, shared=shared, name=self.name)
-        x_BTD, selected_BT = step(x_BTD, call)
-        return constrain(x_BTD, "batch", "length", "act_embed"), selected_BT
 
 
 class SharedBlocks(nn.Module):
@@ -79,7 +25,7 @@ class SharedBlocks(nn.Module):
 
     @property
     def config(self):
-        return self.layers[0].spec.block
+        return self.layers[0].spec.blocks[0]
 
     def run(self, x_BTD, call, context=None):
         for layer in self.layers:
@@ -93,11 +39,22 @@ class SharedBlocks(nn.Module):
     def __call__(self, x_BTD, call, context=None):
         """`context` = (states [B, S, D], their call, positions of x in them): each layer attends
         to these instead of to x."""
+        if call.access == "read":  # the layers write the selected tokens one after the other
+            call = call.with_cache(access="both")
         # In float32: the difference of two states in bfloat16 would lose bits of small increments.
         return self.run(x_BTD, call, context).astype(jnp.float32) - x_BTD.astype(jnp.float32)
 
 
-def recursion_steps(routing, shared):
-    """The `RecursionStep`s through the blocks of these `LayerSpec`s."""
-    for i, capacity in enumerate(routing.step_capacities):
-        yield RecursionStep(i, shared, routing if routing.step_is_routed(i) else None, capacity)
+def run_step(name, spec, shared, x_BTD, call):
+    """Apply the shared blocks once, in the compact method of a stack.
+
+    Args:
+      spec: `LayerSpec` of the step. shared: `SharedBlocks`.
+      call: its `selectable_BT` are the tokens of the previous step.
+    Returns: (x [B, T, D], mask [B, T] of the tokens that the next step may select, or None: all).
+    """
+    call = call.with_cache(tag=name)  # every step has caches of its own
+    if spec.routing is None:
+        return shared.run(x_BTD, call), None
+    x_BTD, selected_BT = MoDBlock(shared, spec.routing, spec.capacity, name=name)(x_BTD, call)
+    return constrain(x_BTD, "batch", "length", "act_embed"), selected_BT

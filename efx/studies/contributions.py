@@ -30,7 +30,6 @@ from efx import models
 from efx.errors import UsageError
 from efx.layers import flops
 from efx.layers.attention import Attention
-from efx.layers.dropout import ProbsDropout
 from efx.layers.learned_dropout import AttentionMask, ElementwiseMask, ElementwiseProbsMask
 from efx.layers.mlp import MLP
 from efx.layers.moe import Experts
@@ -58,13 +57,6 @@ def _input(args, result):
     return args[0]
 
 
-def _unmasked(args, result):
-    def keep(probs_BKGTS, *rest):
-        return probs_BKGTS, result.function(probs_BKGTS, *rest)[1]
-
-    return dataclasses.replace(result, function=keep)
-
-
 # {class: (kind, method, (arguments, result) -> the result of the method when the part is off)}. A
 # module is of the first class that fits.
 PARTS = {
@@ -76,9 +68,8 @@ PARTS = {
     Experts: ("expert", "__call__", _zeros),
     (MLP, SoftMLP): ("mlp", "__call__", _zeros),
     Attention: ("attention", "__call__", _zeros),
-    AttentionMask: ("mask", "mask", lambda args, result: jnp.ones(result.shape, result.dtype)),
-    ElementwiseMask: ("mask", "__call__", _input),
-    ElementwiseProbsMask: ("probs mask", "probs_dropout", _unmasked),
+    (AttentionMask, ElementwiseMask): ("mask", "__call__", _input),
+    ElementwiseProbsMask: ("probs mask", "drop_probs", _input),
     Adapter: (ADAPTERS, "__call__", _zeros),
 }
 
@@ -138,7 +129,7 @@ def find_parts(model, length):
         shapes = iter(results)  # of a recursion several: it computes its blocks several times
 
         def leave_out(name, kind, off, args, compute, path=path, shapes=shapes):
-            if name != path or kind == "probs mask":  # it has no products
+            if name != path:
                 return compute()
             return off(args, next(shapes))
 
@@ -172,13 +163,6 @@ def switch_parts(on):
 
     def switch(path, kind, off, args, compute):
         result, is_on = compute(), on[path]
-        if isinstance(result, ProbsDropout):
-
-            def mask_or_not(probs_BKGTS, *rest):
-                masked_BKGTS, to_sow = result.function(probs_BKGTS, *rest)
-                return jnp.where(is_on, masked_BKGTS, probs_BKGTS), to_sow
-
-            return dataclasses.replace(result, function=mask_or_not)
         is_on = is_on.reshape(*is_on.shape, *(1,) * (2 * is_on.ndim))  # of experts [E, 1, 1]
         return jax.tree.map(lambda y, z: jnp.where(is_on, y, z), result, off(args, result))
 

@@ -22,23 +22,20 @@ rate_seed tries all of them at each point, and the other seeds use the best; a p
 only tries them.
 
 WORKDIR gets points.csv (a row for each run, those of rate_seed included), optima.csv,
-differences.csv, table.md and curves.png. Finished runs are not repeated. `--from` uses the runs of
-another points.csv, or of a file of results/, and refuses those of other settings, text or
-tokenizer. Arguments after `--` go to every run. `--grid FILE:PART` calls `get_grid("PART")`.
+differences.csv, table.md and curves.png. Finished runs are not repeated. Arguments
+after `--` go to every run. `--grid FILE:PART` calls `get_grid("PART")`.
 
 Columns. points: budget and flops are training FLOPs, planned and used; loss is held-out, in nats;
 repeat_gain: nats that the repeat of a row of random tokens costs less (config.evaluate
 .repeated_rows); text, tokenizer, settings: hashes. optima: method is "measured" (the best size that
-was trained; std over seeds), "parabola" or "law"; _low and _high end 95% intervals; speedup_flops:
-FLOPs that the baseline needs for this loss, over those of the budget; speedup_seconds likewise.
+was trained; std over seeds), "parabola" or "law"; _low and _high end 95% intervals of the law;
+speedup_flops: FLOPs that the baseline needs for this loss by its law, over those of the budget.
 differences: the loss of `family` minus that of `against`, each at its best size; p: of Welch's test
 (measured only); equivalence_p: of two one-sided tests of a difference within 0.02 nats.
 """
 
 import hashlib
 import json
-import operator
-import pathlib
 import re
 import sys
 
@@ -51,7 +48,7 @@ from efx.config.load import to_config
 from efx.config.run import default_config
 from efx.errors import UsageError
 from efx.logging import quantity, tables
-from efx.studies import cli, results, scaling
+from efx.studies import cli, scaling
 from efx.studies import runs as runs_lib
 from efx.studies.statistics import difference
 from efx.studies.sweep import check_seeds, load_file
@@ -59,11 +56,10 @@ from efx.studies.sweep import check_seeds, load_file
 KEYS = ("config", "seeds", "budgets", "families", "sizes")
 OPTIONAL = {"learning_rates": (), "rate_seed": None, "fit_within": None, "against": ()}
 RATE = "optim.learning_rate"
-KEY = ["family", "size", "budget", "rate", "seed"]  # identifies a run
-POINT = [*KEY, "parameters", "tokens", "flops", "seconds", "loss", "repeat_gain"]
+POINT = ["family", "size", "budget", "rate", "seed", "parameters", "tokens", "flops", "seconds",
+         "loss", "repeat_gain"]  # fmt: skip
 PROVENANCE = ["text", "tokenizer", "settings", "machine", "revision"]
 METRICS = {"eval/loss": "loss", "eval/repeated/gain": "repeat_gain"}
-METHODS = ("parabola", "law")
 DRAWS = 300
 # Settings that do not decide the result: the text is compared by its hash.
 _IGNORED = re.compile(
@@ -190,75 +186,12 @@ def settings_digest(config):
 # ---- points ------------------------------------------------------------------------------------
 
 
-def read_points(source):
-    """Return the points of a CSV file, or of the study in a directory."""
-    path = pathlib.Path(source)
-    path = path / "points.csv" if path.is_dir() else path
-    try:
-        points, _ = results.read_file(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--from={source}: cannot be read: {error}") from error
-    for column in {*POINT, *PROVENANCE} - {*points}:
-        raise UsageError(f"--from={source}: lacks the column {column!r}; use a points.csv")
-    return points
-
-
-class Points:
-    """The measured points of a grid: finished runs, and those of other files."""
-
-    def __init__(self, files):
-        self._given = pd.concat(
-            [read_points(file) for file in files] or [pd.DataFrame(columns=KEY)]
-        )
-        self._rows = {}  # {Run: its row of a file, or None}
-
-    def given(self, run):
-        """Return the row of a file for this run, or None; UsageError for other settings."""
-        if run not in self._rows:
-            self._rows[run] = self._find(run)
-        return self._rows[run]
-
-    def _find(self, run):
-        match = np.ones(len(self._given), bool)
-        for key in KEY:
-            value, column = run.labels[key], self._given[key]
-            match &= (column.isna() if value is None else column == value).to_numpy(bool)
-        if not match.any():
-            return None
-        row, expected = self._given[match].iloc[0], settings_digest(run.config())
-        if row.settings != expected:
-            raise UsageError(
-                f"--from: {run.name}: the run has other settings (digest {row.settings}, this grid "
-                f"{expected}); leave it out, or use the grid it was trained with"
-            )
-        return row
-
-    def missing(self, runs):
-        return [run for run in runs if self.given(run) is None]
-
-    def train(self, runs, jobs):
-        """Make the missing runs.
-
-        The text of new runs is known once they have ended, so the first ones are compared with the
-        given points before the others start.
-        """
-        missing = self.missing(runs)
-        runs_lib.run_all(missing[:jobs], jobs)
-        self.table([*(run for run in runs if self.given(run) is not None), *missing[:jobs]])
-        runs_lib.run_all(missing[jobs:], jobs)
-
-    def table(self, runs):
-        """Return the points of these runs, all of one text and tokenizer."""
-        rows = []
-        for run in runs:
-            row = self.given(run)
-            if row is None:
-                row = runs_lib.results([run]).rename(columns=METRICS).iloc[0]
-                row["settings"] = settings_digest(run.config())
-            rows.append(row)
-        table = pd.DataFrame(rows).reindex(columns=[*POINT, *PROVENANCE]).reset_index(drop=True)
-        runs_lib.check_comparable(table.assign(name=[run.name for run in runs]))
-        return table
+def points_of(runs):
+    """Return the points of finished runs, all of one text and tokenizer."""
+    table = runs_lib.results(runs).rename(columns=METRICS)
+    table["settings"] = [settings_digest(run.config()) for run in runs]
+    runs_lib.check_comparable(table)
+    return table.reindex(columns=[*POINT, *PROVENANCE])
 
 
 def best_rates(points):
@@ -278,21 +211,27 @@ def best_rates(points):
 
 
 def analyse(points, grid, draws=DRAWS):
-    """Return (optima, differences, {(family, method): Fit}) of measured points."""
+    """Return (optima, differences, {family: means that are fitted}, {family: LawFit})."""
     if points.loss.isna().any():
         point = points[points.loss.isna()].iloc[0]
         raise UsageError(
             f"{point.family}, {point['size']}, seed {point.seed}: the loss is not finite; a lower "
             f"{RATE} may help"
         )
-    if points.machine[points.seconds.notna()].nunique() > 1:  # their seconds do not compare
-        points = points.assign(seconds=np.nan)
     means = {
         family: scaling.mean_points(points[points.family == family])
         for family in grid["families"]
         if family in {*points.family}
     }
-    fits = fit_families(means, grid["fit_within"], draws)
+    limit, rng = grid["fit_within"], np.random.default_rng(0)
+    fitted = {
+        family: scaling.within(rows, limit) if limit else rows for family, rows in means.items()
+    }
+    laws = {
+        family: scaling.LawFit(rows, draws, rng)
+        for family, rows in fitted.items()
+        if scaling.can_fit_law(rows)
+    }
     base = next(iter(grid["families"]))
     optima, differences = [], []
     for budget in sorted({*points.budget}):
@@ -305,34 +244,20 @@ def analyse(points, grid, draws=DRAWS):
             columns = {"size": row["size"], "parameters": row.parameters, "loss": row.loss}
             columns |= {"std": row["std"], "seeds": row.n}
             optima.append({"budget": budget, "family": family, "method": "measured", **columns})
-        for (family, method), fit in fits.items():
-            if budget in fit.losses:
-                row = {"budget": budget, "family": family, "method": method}
-                columns = {"parameters": fit.sizes[budget], "loss": fit.losses[budget]}
-                if (base, method) in fits and family != base:
-                    times = scaling.speedup(fits[base, method], fit, budget)
-                    columns |= dict(zip(("speedup_flops", "speedup_seconds"), times, strict=True))
-                for name, values in columns.items():
-                    low, high = scaling.interval(values[1:])
-                    row |= {name: values[0], f"{name}_low": low, f"{name}_high": high}
-                optima.append(row)
+        for family, rows in fitted.items():
+            if family in best and rows.parameters.nunique() >= scaling.MIN_SIZES:
+                size, loss = scaling.parabola_optimum(rows[rows.budget == budget])
+                columns = {"method": "parabola", "parameters": size, "loss": loss}
+                optima.append({"budget": budget, "family": family, **columns})
+            if family in best and family in laws:
+                optima.append(
+                    {"budget": budget, "family": family, **_by_law(family, base, laws, budget)}
+                )
         for other in dict.fromkeys((base, *grid["against"])):
             for family in means:
                 if family != other:
-                    differences += _differences(budget, family, other, best, fits)
-    return pd.DataFrame(optima), pd.DataFrame(differences), fits
-
-
-def fit_families(means, fit_within, draws):
-    """Return {(family, method): Fit} of the families with enough points."""
-    rng, fits = np.random.default_rng(0), {}
-    for family, rows in means.items():
-        fitted = scaling.within(rows, fit_within) if fit_within else rows
-        if fitted.parameters.nunique() >= scaling.MIN_SIZES:
-            fits[family, "parabola"] = scaling.Fit("parabola", fitted, draws, rng)
-        if scaling.can_fit_law(fitted):
-            fits[family, "law"] = scaling.Fit("law", fitted, draws, rng)
-    return fits
+                    differences += _differences(budget, family, other, best, laws)
+    return pd.DataFrame(optima), pd.DataFrame(differences), fitted, laws
 
 
 def best_measured(rows):
@@ -341,75 +266,72 @@ def best_measured(rows):
     return rows.loc[rows.loss.idxmin()]
 
 
-def _differences(budget, family, other, best, fits):
-    """Yield the differences of two families' best losses by each method."""
+def _by_law(family, base, laws, budget):
+    """Return the columns of a family's optimum by its law, with intervals."""
+    fit = laws[family]
+    columns = {"parameters": fit.sizes[budget], "loss": fit.losses[budget]}
+    if base in laws and family != base:
+        columns["speedup_flops"] = scaling.speedup(laws[base], fit, budget)
+    row = {"method": "law"}
+    for name, values in columns.items():
+        low, high = scaling.interval(values[1:])
+        row |= {name: values[0], f"{name}_low": low, f"{name}_high": high}
+    return row
+
+
+def _differences(budget, family, other, best, laws):
+    """Yield the differences of two families' best losses, measured and by their laws."""
+    if family not in best or other not in best:
+        return
     row = {"budget": budget, "family": family, "against": other}
-    if family in best and other in best:
-        a, b = ((one.loss, one["std"], one.n) for one in (best[family], best[other]))
-        yield row | {"method": "measured"} | difference(a, b)
-    for method in METHODS:
-        if (family, method) in fits and (other, method) in fits:
-            a, b = fits[family, method].losses, fits[other, method].losses
-            if budget in a and budget in b:
-                draws = a[budget] - b[budget]
-                low, high = scaling.interval(draws[1:])
-                values = {"difference": draws[0], "low": low, "high": high}
-                values["equivalence_p"] = scaling.equivalence_p(draws[1:])
-                yield row | {"method": method} | values
+    a, b = ((one.loss, one["std"], one.n) for one in (best[family], best[other]))
+    yield row | {"method": "measured"} | difference(a, b)
+    if family in laws and other in laws:
+        draws = laws[family].losses[budget] - laws[other].losses[budget]
+        low, high = scaling.interval(draws[1:])
+        values = {"difference": draws[0], "low": low, "high": high}
+        values["equivalence_p"] = scaling.equivalence_p(draws[1:])
+        yield row | {"method": "law"} | values
 
 
 # ---- output ------------------------------------------------------------------------------------
 
 
-def markdown(optima, differences, fits, arguments, grid):
+def markdown(optima, differences, laws, arguments, grid):
     """Return the tables as Markdown."""
-    losses = _cells(optima, "loss", "{:.4f}".format)
-    deviations = [f" ± {std:.4f}" if std == std else "" for std in optima["std"]]
-    shown = {
-        "budget": _cells(optima, "budget", lambda flops: quantity(flops, "FLOPs")),
-        "family": optima.family,
-        "method": optima.method,
-        "loss (nats)": map(operator.add, losses, deviations),
-        "parameters": _cells(optima, "parameters", quantity),
-        "speedup in FLOPs": _cells(optima, "speedup_flops", "{:.2f}".format),
-        "speedup in seconds": _cells(optima, "speedup_seconds", "{:.2f}".format),
-    }
-    parts = [tables.markdown(list(shown), zip(*shown.values(), strict=True))]
+    titles = "budget", "family", "method", "loss (nats)", "parameters", "speedup in FLOPs"
+    rows = []
+    for row in optima.to_dict("records"):
+        spread = f" ± {row['std']:.4f}" if row["std"] == row["std"] else ""
+        parameters = "" if row["parameters"] != row["parameters"] else quantity(row["parameters"])
+        rows.append([quantity(row["budget"], "FLOPs"), row["family"], row["method"]]
+                    + [tables.with_interval(row, "loss") + spread, parameters]
+                    + [tables.with_interval(row, "speedup_flops", "{:.2f}")])  # fmt: skip
+    parts = [tables.markdown(titles, rows)]
     if len(differences):
-        ends = differences.rename(columns={"low": "difference_low", "high": "difference_high"})
-        shown = {
-            "budget": _cells(differences, "budget", lambda flops: quantity(flops, "FLOPs")),
-            "family": differences.family,
-            "minus": differences.against,
-            "method": differences.method,
-            "difference (nats)": _cells(ends, "difference", "{:.4f}".format),
-            "p of equivalence": _cells(differences, "equivalence_p", "{:.3f}".format),
-        }
-        parts.append(tables.markdown(list(shown), zip(*shown.values(), strict=True)))
-    laws = {family: fit.law for (family, method), fit in fits.items() if method == "law"}
+        titles = "budget", "family", "minus", "method", "difference (nats)", "p of equivalence"
+        ends = {"low": "difference_low", "high": "difference_high"}
+        rows = [
+            [quantity(row["budget"], "FLOPs"), row["family"], row["against"], row["method"]]
+            + [tables.with_interval(row, "difference"), row["equivalence_p"]]
+            for row in differences.rename(columns=ends).to_dict("records")
+        ]
+        parts.append(tables.markdown(titles, rows))
     if laws:
-        rows = [[family, *map("{:.4g}".format, vars(law).values())] for family, law in laws.items()]
+        rows = [
+            [family, *map("{:.4g}".format, vars(fit.law).values())] for family, fit in laws.items()
+        ]
         parts.append(tables.markdown(["L = E + A / N^a + B / D^b", *"EABab"], rows))
     parts.append(
-        "95% intervals: Welch's for measured losses, bootstrap over "
-        "points and seeds for fits. p: two one-sided tests of a difference within 0.02 nats. "
+        "95% intervals: Welch's for measured losses, bootstrap over points and seeds for laws. "
+        "p: two one-sided tests of a difference within 0.02 nats. "
         f"`{grid['config']}`; command: `{arguments.command}`"
     )
     return "\n\n".join(parts) + "\n"
 
 
-def _cells(table, name, form):
-    """Return a column with its intervals as text."""
-    columns = table.reindex(columns=[name, f"{name}_low", f"{name}_high"]).itertuples(index=False)
-    return [
-        ("" if pd.isna(value) else form(value))
-        + ("" if pd.isna(low) else f" ({form(low)} to {form(high)})")
-        for value, low, high in columns
-    ]
-
-
-def draw(points, fits, path):
-    """Draw loss over parameters, one panel a budget, with the fitted parabolas."""
+def draw(points, fitted, path):
+    """Draw loss over parameters, one panel a budget, with the parabolas."""
     import seaborn as sns
     from matplotlib import ticker
 
@@ -427,13 +349,11 @@ def draw(points, fits, path):
         axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
         axes.xaxis.set_minor_formatter(ticker.NullFormatter())
         axes.set_title(quantity(budget, "FLOPs"))
-        for (family, method), fit in fits.items():
-            rows = fit.means[fit.means.budget == budget]
-            if method == "parabola" and rows.parameters.nunique() >= scaling.MIN_SIZES:
-                x = np.log(rows.parameters)
-                curve = np.polyfit(x - x.mean(), rows.loss, 2, w=np.sqrt(rows.n))
+        for family, means in fitted.items():
+            rows = means[means.budget == budget]
+            if rows.parameters.nunique() >= scaling.MIN_SIZES:
                 sizes = np.geomspace(rows.parameters.min(), rows.parameters.max(), 50)
-                axes.plot(sizes, np.polyval(curve, np.log(sizes) - x.mean()), color=colours[family])
+                axes.plot(sizes, scaling.parabola(rows)(np.log(sizes)), color=colours[family])
     plot.savefig(path, dpi=110)
 
 
@@ -441,24 +361,21 @@ def study(arguments):
     """Make the runs, then the fits; or print the commands."""
     grid, extra, workdir = load_grid(arguments.grid), arguments.extra, arguments.workdir
     check_extra(grid, extra)
-    points = Points(arguments.points)
     selecting = rate_runs(grid, workdir, extra)
     runs_lib.check([*selecting, *final_runs(grid, workdir, extra, {})], extra)
-    trains = not (arguments.table_only or arguments.print_commands)
-    if trains:
-        points.train(selecting, arguments.jobs)
-    if arguments.print_commands and not all(map(runs_lib.is_finished, points.missing(selecting))):
-        runs_lib.print_commands(points.missing(selecting))
+    if not arguments.print_commands:
+        runs_lib.run_all(selecting, arguments.jobs)
+    elif not all(map(runs_lib.is_finished, selecting)):
+        runs_lib.print_commands(selecting)
         print("# these select the learning rates: rerun when they have finished")
         return
-    selected = points.table(selecting)
+    selected = points_of(selecting)
     final = final_runs(grid, workdir, extra, best_rates(selected))
     if arguments.print_commands:
-        return runs_lib.print_commands(points.missing(final))
-    if trains:
-        points.train(final, arguments.jobs)
-    table = points.table(final)
-    optima, differences, fits = analyse(table, grid)
+        return runs_lib.print_commands(final)
+    runs_lib.run_all(final, arguments.jobs)
+    table = points_of(final)
+    optima, differences, fitted, laws = analyse(table, grid)
     folder = io.folder(workdir)
     folder.mkdir(parents=True, exist_ok=True)
     all_points = pd.concat([selected, table]) if selecting else table
@@ -466,15 +383,15 @@ def study(arguments):
     header |= {key: ", ".join(all_points[key].unique()) for key in ("machine", "revision")}
     if selecting:
         header["rate_seed"] = grid["rate_seed"]
-    for name, contents in (
-        ("points", all_points),
-        ("optima", optima),
-        ("differences", differences),
-    ):
-        results.write(folder / f"{name}.csv", contents, header)
-    text = markdown(optima, differences, fits, arguments, grid)
+    for name, contents in {
+        "points": all_points,
+        "optima": optima,
+        "differences": differences,
+    }.items():
+        tables.write_csv(folder / f"{name}.csv", contents, header)
+    text = markdown(optima, differences, laws, arguments, grid)
     io.write_atomic(folder / "table.md", text)
-    draw(table, fits, folder / "curves.png")
+    draw(table, fitted, folder / "curves.png")
     print(text)
 
 
@@ -482,9 +399,6 @@ def main(argv=None):
     parser = cli.Parser("efx.studies.isoflop", __doc__)
     parser.add_argument("--grid", required=True, help="grid file, or the name of one of efx")
     parser.add_runs()
-    help = "points.csv or directory of another study, or a file of results/; can be repeated"
-    parser.add_argument("--from", dest="points", action="append", default=[], help=help)
-    parser.add_argument("--table-only", action="store_true", help="only read finished runs")
     return parser.run(study, argv)
 
 

@@ -9,8 +9,6 @@ in which they differ; runs whose last loss is not finite come last, as diverged.
 
 import sys
 
-import numpy as np
-
 from efx.errors import UsageError, nearest
 from efx.studies import cli, metrics
 
@@ -27,16 +25,11 @@ def plot(arguments):
         if name not in columns:
             raise UsageError(f"{name}: no run logs this column{nearest(name, columns)}")
     table = table.dropna(subset=[arguments.x, arguments.y])
-    if arguments.smooth > 1:
-        means = table.groupby("run")[arguments.y].rolling(arguments.smooth, min_periods=1).mean()
-        means = means.reset_index(level=0, drop=True)
-        table[arguments.y] = means.where(np.isfinite(table[arguments.y]), np.inf)
     figure = matplotlib.figure.Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     columns = {"x": arguments.x, "y": arguments.y, "hue": "run", "units": "run"}
     sns.lineplot(table, **columns, estimator=None, ax=axes)
     axes.grid(alpha=0.3)
-    axes.set_xscale("log" if arguments.log_x else "linear")
     figure.savefig(out, dpi=150)
     table[["run", arguments.x, arguments.y]].to_csv(out.with_suffix(".csv"), index=False)
     for line in metrics.warnings(runs, arguments.y):
@@ -55,8 +48,6 @@ def main(argv=None):
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
     parser.add_argument("--x", default="tokens", help="column (default: tokens)")
     parser.add_argument("--y", default="eval/loss", help="column (default: eval/loss)")
-    parser.add_argument("--smooth", type=int, default=1, metavar="N", help="means of N points")
-    parser.add_argument("--log-x", action="store_true", help="a logarithmic x axis")
     parser.add_argument("--out", default="curves.png", help="picture (default: curves.png)")
     return parser.run(plot, argv)
 

@@ -12,8 +12,12 @@ import math
 import pathlib
 import sys
 
+import numpy as np
+import pandas as pd
+import plotly
+import plotly.express as px
+
 from efx import io
-from efx.logging import quantity
 from efx.studies import cli, metrics
 
 AXES = ("step", "tokens", "flops", "seconds")
@@ -34,80 +38,52 @@ COLUMNS = {"step": "steps", "tokens": "tokens", "flops": "FLOPs", "seconds": "se
 TEMPLATE = pathlib.Path(__file__).with_suffix(".html")
 
 
-def figure_of(table, column):
-    """Return a plotly figure of one metric, with a menu of axes; None without values."""
-    import plotly.graph_objects as go
-
+def curves(table, column):
+    """Return a plotly figure of one metric: a panel for each axis, a line for each run."""
     axes = [axis for axis in AXES if axis in table]
-    if column not in table or table[column].isna().all():
-        return None
-    figure, by_run = go.Figure(), table.dropna(subset=[column]).groupby("run", sort=False)
-    for name, rows in by_run:
-        # Plotly reads some tags in names.
-        name = name.replace("<", "&lt;")
-        figure.add_scatter(x=rows[axes[0]], y=rows[column], name=name, mode="lines+markers")
-    buttons = [
-        {
-            "label": axis,
-            "method": "update",
-            "args": [{"x": [rows[axis] for _, rows in by_run]}, {"xaxis.title.text": axis}],
-        }
-        for axis in axes
-    ]
-    menu = {"buttons": buttons, "x": 0, "xanchor": "left", "y": 1.15, "yanchor": "top"}
-    figure.update_layout(updatemenus=[menu], height=430, margin={"t": 60, "b": 40})
-    # Legible on a light and on a dark page.
-    clear, grey = "rgba(0, 0, 0, 0)", "#808080"
-    figure.update_layout(paper_bgcolor=clear, plot_bgcolor=clear, font_color=grey)
-    for update, title in ((figure.update_xaxes, axes[0]), (figure.update_yaxes, CURVES[column])):
-        update(title_text=title, gridcolor="rgba(128, 128, 128, 0.3)", zeroline=False)
-    return figure
+    rows = table.dropna(subset=[column]).melt(["run", column], axes, "axis", "value")
+    rows["run"] = rows.run.str.replace("<", "&lt;")  # plotly reads some tags in names
+    labels = {column: CURVES[column], "value": ""}
+    figure = px.line(rows, x="value", y=column, color="run", facet_col="axis", markers=True,
+                     labels=labels, template="plotly_white", height=330)  # fmt: skip
+    return figure.update_xaxes(matches=None)
 
 
-def cell(value, shown=None):
-    """Return a table cell that sorts by its value."""
-    shown = str(value) if shown is None else shown
-    return f'<td data-key="{html.escape(str(value))}">{html.escape(shown)}</td>'
+def table_of_runs(runs, last):
+    """Return the table of runs as HTML. last: the last value of each metric, by run."""
+    cells = runs[["run", "settings"]]
+    for name, title in COLUMNS.items():
+        if name in last:
+            values = last[name][runs.run].map("{:.5g}".format).replace("nan", "–").to_numpy()
+            is_diverged = runs.diverged & (name in metrics.LOSSES)
+            cells[title] = np.where(is_diverged, "diverged", values)
+    with pd.option_context("display.max_colwidth", None):
+        return cells.to_html(index=False, border=0, table_id="runs")
 
 
 def page(paths):
     """Return the page of these runs as HTML."""
     table, runs = metrics.read_runs(paths)
-    figures, script = [], True
     finite = table.replace(math.inf, math.nan)
-    for column in CURVES:
-        if (figure := figure_of(finite, column)) is not None:
-            figures.append(figure.to_html(full_html=False, include_plotlyjs=script))
-            script = False
-    last = table.groupby("run", sort=False).last()
-    columns = {name: title for name, title in COLUMNS.items() if name in last}
-    rows, samples = [], []
-    for _, run in runs.iterrows():
-        cells = [cell(run["run"]), cell(run.settings)]
-        for name in columns:
-            value = last[name][run["run"]]
-            unit = {"tokens": "", "parameters": "", "flops": "FLOPs"}.get(name)
-            text = f"{value:.5g}" if unit is None else quantity(value, unit)
-            if run.diverged and name in metrics.LOSSES:
-                value, text = math.nan, "diverged"
-            elif math.isnan(value):
-                text = "–"
-            cells.append(cell(value, text))
-        rows.append(f"<tr>{''.join(cells)}</tr>")
-        found = sorted((pathlib.Path(run.path) / "samples").glob("step_*.txt"))
-        if found:
-            text = html.escape(found[-1].read_text(errors="replace"))
-            name = html.escape(run["run"])
-            samples.append(f"<h3>{name}, {found[-1].stem}</h3><pre>{text}</pre>")
-    headings = ["run", "settings", *columns.values()]
+    figures = [
+        curves(finite, column).to_html(full_html=False, include_plotlyjs=False)
+        for column in CURVES
+        if column in finite and finite[column].notna().any()
+    ]
+    samples = []
+    for name, path in zip(runs.run, runs.path, strict=True):
+        files = sorted((pathlib.Path(path) / "samples").glob("step_*.txt"))
+        if files:
+            text = html.escape(files[-1].read_text(errors="replace"))
+            samples.append(f"<h3>{html.escape(name)}, {files[-1].stem}</h3><pre>{text}</pre>")
     lines = [f'<p class="warning">{html.escape(line)}</p>' for line in metrics.warnings(runs)]
     parts = {
         "title": f"{len(runs)} runs" if len(runs) > 1 else html.escape(runs["run"][0]),
         "warnings": "\n".join(lines),
-        "headings": "".join(f"<th><button>{title}</button></th>" for title in headings),
-        "rows": "\n".join(rows),
+        "runs": table_of_runs(runs, table.groupby("run", sort=False).last()),
         "samples": "\n".join(samples) or "<p>none</p>",
-        "figures": "\n".join(figures),  # last: its script may contain the names of parts
+        "figures": "\n".join(figures),
+        "plotly": f"<script>{plotly.offline.get_plotlyjs()}</script>",
     }
     text = TEMPLATE.read_text(encoding="utf-8")
     for name, part in parts.items():

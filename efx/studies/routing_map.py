@@ -21,7 +21,7 @@ import pandas as pd
 from efx import io, run_dir
 from efx.errors import UsageError
 from efx.parallel import sharding
-from efx.studies import cli, token_choices, token_text
+from efx.studies import cli, token_choices
 from efx.train import health, setup
 from efx.train.step import evaluation_keys
 
@@ -47,7 +47,7 @@ def map_of_run(workdir, text=None, tokens=512, step=None):
     variables = sharding.gather({"params": params, **variables})
     keys = evaluation_keys(config.seed, 0)
     made = token_choices.token_map(built.model, variables, ids, keys, following)
-    return made, [int(i) for i in ids], token_text.texts(built.tokenizer, ids), step
+    return made, [int(i) for i in ids], token_texts(built.tokenizer, ids), step
 
 
 def _held_out(data, count):
@@ -59,6 +59,22 @@ def _held_out(data, count):
         segment_T = batch["segment_ids"][0]
         end = min(end, int(np.argmin(np.append(segment_T == segment_T[0], False))))
     return ids_T[:end].tolist(), int(target_T[end - 1])
+
+
+def token_texts(tokenizer, ids):
+    """Return one text for each token.
+
+    A character split over several tokens is the text of the last one; bytes that are no UTF-8 are
+    written `\\xff`, tokens without a text `⟨7⟩`, the end of a document `⟨end⟩`.
+    """
+    decoder, found, pending = tokenizer.stream_decoder(), [], 0
+    for i in map(int, ids):
+        text = "⟨end⟩" if i == tokenizer.eot else decoder.feed(i)
+        found.append(text or "")
+        pending = 0 if text else pending + 1
+    for k in range(len(found) - pending, len(found)):
+        found[k] = f"⟨{int(ids[k])}⟩"
+    return found
 
 
 def rows_of_page(made):

@@ -1,18 +1,16 @@
 """The runs of a study: separate `python -m efx.main` processes, and their results as a table."""
 
-import concurrent.futures
-import contextlib
 import dataclasses
 import json
 import math
 import os
 import pathlib
-import queue
 import re
 import shlex
 import signal
 import subprocess
 import sys
+import time
 
 import pandas as pd
 
@@ -21,7 +19,7 @@ from efx.config import flags, schema
 from efx.config.load import completed, to_config
 from efx.errors import UsageError
 from efx.logging import read_metrics
-from efx.parallel.signals import PARENT_PIPE, STOPPING
+from efx.parallel.signals import STOPPING
 
 NOT_FINITE = 3  # exit status of a finished run whose loss is not finite
 # Arguments that a study sets for each run.
@@ -113,32 +111,42 @@ def print_commands(runs):
 def run_all(runs, jobs=1):
     """Make all missing runs, `jobs` at a time; the first failure stops the study.
 
-    With several jobs each gets an equal part of the CPUs and writes to FOLDER.log.
+    With several jobs each gets an equal part of the CPUs and writes to FOLDER.log. After a failure
+    or a signal no further run starts, and those that run save and end before this returns.
     """
     missing = [run for run in runs if not is_finished(run)]
-    free_cpus = queue.SimpleQueue()
-    for cpus in _split_cpus(jobs) if jobs > 1 else [None]:
-        free_cpus.put(cpus)
-    with Processes() as processes, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+    free_cpus = _split_cpus(jobs) if jobs > 1 else [None]
+    running, received = {}, []  # {process: (Run, its CPUs)}; signals to this process
+    handlers = {number: signal.getsignal(number) for number in STOPPING}
+    for number, handler in handlers.items():
+        if handler != signal.SIG_IGN:  # nohup stays in effect
+            signal.signal(number, lambda number, frame: received.append(signal.Signals(number)))
+    try:
+        while (missing or running) and not received:
+            while missing and free_cpus:
+                run, cpus = missing.pop(0), free_cpus.pop(0)
+                running[start(run, cpus)] = run, cpus
+            for process in [each for each in running if each.poll() is not None]:
+                run, cpus = running.pop(process)
+                free_cpus.append(cpus)
+                if not received:  # else it may have stopped early
+                    report(run, process.returncode, log_of(run) if cpus is not None else None)
+            time.sleep(0.05)
+    finally:
+        for process in running:
+            process.send_signal(received[0] if received else signal.SIGINT)
+        for process in running:
+            process.wait()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if received:
+        interrupt = KeyboardInterrupt()
+        interrupt.number = received[0]
+        raise interrupt
 
-        def run_one(run):
-            if processes.stopped:
-                return
-            cpus = free_cpus.get()
-            try:
-                start(run, cpus, processes)
-            except BaseException:
-                processes.stop_after_failure()
-                raise
-            finally:
-                free_cpus.put(cpus)
 
-        for future in concurrent.futures.as_completed([pool.submit(run_one, r) for r in missing]):
-            future.result()
-
-
-def start(run, cpus, processes):
-    """Make one run; UsageError if it failed.
+def start(run, cpus):
+    """Return the process of a run.
 
     Args:
       cpus: None: its output goes to the terminal. Otherwise its CPUs, and its output to a file.
@@ -146,18 +154,24 @@ def start(run, cpus, processes):
     print(f"== {run.name}: {run.command()}", flush=True)
     command, log = [sys.executable, "-m", "efx.main", *run.arguments], log_of(run)
     if cpus is None:
-        status, where = processes.run(command), "its last line"
-    else:
-        if cpus:
-            os.sched_setaffinity(0, cpus)  # of this thread and the process it starts
-        log.parent.mkdir(parents=True, exist_ok=True)
-        # JAX would reserve three quarters of the GPU's memory for each run.
-        environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        with open(log, "a") as file:
-            status, where = processes.run(command, environment, file), log
-        lines = [line for line in log.read_text().splitlines() if "finished" in line]
-        if lines:
-            print(f"-- {run.name}: {lines[-1]}", flush=True)
+        return subprocess.Popen(command)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    # JAX would reserve three quarters of the GPU's memory for each run.
+    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ}
+    with open(log, "a") as file:
+        options = {"stdout": file, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, env=environment, **options)
+    if cpus:
+        os.sched_setaffinity(process.pid, cpus)
+    return process
+
+
+def report(run, status, log):
+    """Print how a run ended; UsageError if it failed. log: the file of its output, or None."""
+    where = log or "its last line"
+    lines = [line for line in log.read_text().splitlines() if "finished" in line] if log else ()
+    if lines:
+        print(f"-- {run.name}: {lines[-1]}", flush=True)
     if status == NOT_FINITE:
         print(f"-- {run.name}: the last values are not finite; see {where}", flush=True)
     elif status:
@@ -177,65 +191,6 @@ def _split_cpus(jobs):
         return [set()] * jobs
     cpus = sorted(os.sched_getaffinity(0))
     return [set(cpus[i::jobs]) or {cpus[i % len(cpus)]} for i in range(jobs)]
-
-
-class Processes:
-    """Pass SIGINT, SIGTERM and SIGHUP on to all running processes, which save and stop.
-
-    Attributes:
-      stopped: False, "failed", or the signal that arrived; no process starts afterwards.
-    """
-
-    def __init__(self):
-        self.stopped, self._running, self._handlers = False, set(), {}
-        # The system closes it when this process ends, even by SIGKILL; the runs then stop.
-        self._pipe = os.pipe()
-
-    def __enter__(self):
-        for number in STOPPING:
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup stays in effect
-                with contextlib.suppress(ValueError):  # not in the main thread
-                    self._handlers[number] = signal.signal(number, self._pass_on)
-        return self
-
-    def __exit__(self, *error):
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        for descriptor in self._pipe:
-            os.close(descriptor)
-        if isinstance(self.stopped, signal.Signals):
-            interrupt = KeyboardInterrupt()
-            interrupt.number = self.stopped
-            raise interrupt
-
-    def _pass_on(self, number, frame):
-        self.stopped = signal.Signals(number)
-        for process in tuple(self._running):
-            process.send_signal(number)
-
-    def stop_after_failure(self):
-        """Start no further process; the running ones save and stop."""
-        self.stopped = self.stopped or "failed"
-        for process in tuple(self._running):
-            process.send_signal(signal.SIGINT)
-
-    def run(self, command, environment=None, output=None):
-        """Run a command; returns its exit status, or 0 if a signal stopped the study."""
-        process = subprocess.Popen(
-            command,
-            env={**(environment or {}), **os.environ, PARENT_PIPE: str(self._pipe[0])},
-            pass_fds=[self._pipe[0]],
-            stdout=output,
-            stderr=subprocess.STDOUT if output else None,
-        )
-        self._running.add(process)
-        try:
-            if isinstance(self.stopped, signal.Signals):  # it arrived during the start
-                process.send_signal(self.stopped)
-            status = process.wait()
-        finally:
-            self._running.discard(process)
-        return 0 if isinstance(self.stopped, signal.Signals) else status
 
 
 def is_finished(run):

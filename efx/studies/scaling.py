@@ -1,4 +1,4 @@
-"""Fits of loss over model size: the best size of a budget, its loss, and their intervals.
+"""Fits of loss over model size: the best size of a budget and its loss.
 
 Two fits of Hoffmann et al. 2022 (arXiv 2203.15556). Approach 2 is a parabola in log parameters for
 each budget. Approach 3 is a law of parameters N and tokens D through all points,
@@ -9,10 +9,10 @@ linear in E, A and B for given exponents, so that only two exponents are searche
 projection; arXiv 2603.22339 shows that parabolas are biased and this is not). N counts all
 parameters. The fit is by least squares in nats; a point counts as often as it has seeds.
 
-Intervals are bootstrap percentiles. A draw adds to each fitted loss a resampled misfit of the
-family's points and resampled deviations of seeds, each with a variance drawn for its degrees of
-freedom: else intervals from few points would be too narrow. A fit with fewer than two degrees of
-freedom left has no interval, as its misfit is unknown.
+Intervals of the law are bootstrap percentiles. A draw adds to each fitted loss a resampled misfit
+of the family's points and resampled deviations of seeds, each with a variance drawn for its degrees
+of freedom: else intervals from few points would be too narrow. A law through fewer than two points
+more than its parameters has no interval, as its misfit is unknown.
 """
 
 import dataclasses
@@ -35,8 +35,8 @@ _LEVELS = [2.5, 97.5]
 def mean_points(points):
     """Average runs over seeds: one row for each size and budget of one family.
 
-    Columns: budget, size, parameters, tokens, flops_per_token, seconds_per_flop, loss, n, and
-    `deviations`, the seeds' losses minus their mean.
+    Columns: budget, size, parameters, tokens, flops_per_token, loss, std, n, and `deviations`, the
+    seeds' losses minus their mean.
     """
     rows = []
     for (budget, size), group in points.groupby(["budget", "size"], sort=False):
@@ -48,7 +48,6 @@ def mean_points(points):
                 "parameters": group.parameters.mean(),
                 "tokens": group.tokens.mean(),
                 "flops_per_token": (group.flops / group.tokens).mean(),
-                "seconds_per_flop": (group.seconds / group.flops).median(),
                 "loss": loss.mean(),
                 "std": loss.std(ddof=1) if len(loss) > 1 else np.nan,
                 "n": len(loss),
@@ -68,28 +67,22 @@ def within(means, factor):
 # ---- approach 2 --------------------------------------------------------------------------------
 
 
-def parabola(parameters, losses, seeds):
-    """Return (size, loss, fitted losses) of one budget; NaN where the sizes enclose no minimum."""
-    if len({*parameters}) < MIN_SIZES:
-        return np.nan, np.nan, np.asarray(losses)
-    x = np.log(parameters)
-    bend, slope, offset = np.polyfit(x - x.mean(), losses, 2, w=np.sqrt(seeds))
-    fitted = np.polyval([bend, slope, offset], x - x.mean())
-    vertex = x.mean() - slope / (2 * bend)
-    if bend <= 0 or not x.min() <= vertex <= x.max():
-        return np.nan, np.nan, fitted
-    return np.exp(vertex), offset - slope**2 / (4 * bend), fitted
+def parabola(means):
+    """Return the Polynomial of loss over log parameters through the points of one budget."""
+    x = np.log(means.parameters)
+    return np.polynomial.Polynomial.fit(x, means.loss, 2, w=np.sqrt(means.n))
 
 
-def parabola_optima(means, losses):
-    """Return ({budget: (size, loss)}, fitted losses) of all budgets."""
-    optima, fitted = {}, np.empty(len(means))
-    for budget, rows in means.groupby("budget").indices.items():
-        size, loss, fitted[rows] = parabola(
-            means.parameters[rows].to_numpy(), losses[rows], means.n[rows].to_numpy()
-        )
-        optima[budget] = size, loss
-    return optima, fitted
+def parabola_optimum(means):
+    """Return (size, loss) of one budget; NaN where the sizes enclose no minimum."""
+    if means.parameters.nunique() < MIN_SIZES:
+        return np.nan, np.nan
+    curve = parabola(means)
+    if curve.deriv(2)(0) <= 0:
+        return np.nan, np.nan
+    (best,) = curve.deriv().roots()
+    low, high = np.log(means.parameters.min()), np.log(means.parameters.max())
+    return (np.exp(best), curve(best)) if low <= best <= high else (np.nan, np.nan)
 
 
 # ---- approach 3 --------------------------------------------------------------------------------
@@ -167,94 +160,63 @@ def interpolate(means, column):
     return values
 
 
-def law_optimum(law, means, budget, flops_per_token=None):
-    """Return (size, loss) of the lowest loss of a budget; NaN far from the measured sizes."""
-    flops_per_token = flops_per_token or interpolate(means, "flops_per_token")
-    sizes = np.geomspace(means.parameters.min() / 100, means.parameters.max() * 100, 4000)
-    losses = law.loss(sizes, budget / flops_per_token(sizes))
-    size, loss = sizes[losses.argmin()], losses.min()
-    low, high = means.parameters.min() / _REACH, means.parameters.max() * _REACH
-    return (size, loss) if low <= size <= high else (np.nan, np.nan)
+# ---- the law of a family, with draws -----------------------------------------------------------
 
 
-# ---- fits with draws ---------------------------------------------------------------------------
-
-
-class Fit:
-    """The optima of one family by one method, for the measured losses and for bootstrap draws.
+class LawFit:
+    """The law of one family, of the measured losses and of bootstrap draws.
 
     Attributes:
-      method: "parabola" or "law". means: the fitted points. law: the Law, or None.
-      sizes, losses: {budget: [1 + draws]}, the measured value first; NaN without an optimum.
+      means: the fitted points. law: of the measured losses.
+      sizes, losses: {budget: [1 + draws]} of the optima, the measured first; NaN without one.
     """
 
-    def __init__(self, method, means, draws, rng):
-        self.method, self.means, self.law = method, means, None
-        self._flops_per_token = interpolate(means, "flops_per_token")
-        self._laws = []  # of the measured losses, then of the draws
-        optima, fitted = self._fit(means.loss.to_numpy())
-        sizes_a_budget = means.groupby("budget").size()
-        free = LAW_PARAMETERS if method == "law" else sizes_a_budget.clip(upper=MIN_SIZES).sum()
-        found = [optima] + [
-            self._fit(losses)[0] for losses in _draws(means, fitted, free, draws, rng)
-        ]
-        none = [np.nan] * (1 + draws - len(found))
-        self.sizes, self.losses = (
-            {budget: np.array([one[budget][i] for one in found] + none) for budget in optima}
-            for i in (0, 1)
-        )
-
-    def _fit(self, losses):
-        if self.method == "parabola":
-            return parabola_optima(self.means, losses)
-        start = None if self.law is None else (self.law.a, self.law.b)
-        law, fitted = fit_law(self.means, losses, start)
-        self.law = self.law or law
-        self._laws.append(law)
-        budgets = sorted({*self.means.budget})
+    def __init__(self, means, draws, rng):
+        self.means, self._flops_per_token = means, interpolate(means, "flops_per_token")
+        self.law, fitted = fit_law(means, means.loss.to_numpy())
+        start = self.law.a, self.law.b
+        drawn = [fit_law(means, losses, start)[0] for losses in _draws(means, fitted, draws, rng)]
+        self._laws = [self.law, *drawn, *[None] * (draws - len(drawn))]
         optima = {
-            budget: law_optimum(law, self.means, budget, self._flops_per_token)
-            for budget in budgets
+            budget: np.array([self.optimum(law, budget) for law in self._laws])
+            for budget in sorted({*means.budget})
         }
-        return optima, fitted
+        self.sizes = {budget: pairs[:, 0] for budget, pairs in optima.items()}
+        self.losses = {budget: pairs[:, 1] for budget, pairs in optima.items()}
 
-    def reaching(self, losses_R):
-        """Return (budgets [R], sizes [R]) at which the optimum has these losses.
+    def optimum(self, law, budget):
+        """Return (size, loss) of the lowest loss of a budget; NaN far from the measured sizes."""
+        if law is None:
+            return np.nan, np.nan
+        smallest, largest = self.means.parameters.min(), self.means.parameters.max()
+        sizes = np.geomspace(smallest / 100, largest * 100, 4000)
+        losses = law.loss(sizes, budget / self._flops_per_token(sizes))
+        size = sizes[losses.argmin()]
+        is_near = smallest / _REACH <= size <= largest * _REACH
+        return (size, losses.min()) if is_near else (np.nan, np.nan)
 
-        Interpolated in logarithms between the measured budgets, or budgets of a law close to each
-        other; NaN beyond the measured budgets.
+    def budgets_for(self, losses_R):
+        """Return the budgets [R] at which the optimum has these losses, by the law of each row.
+
+        Interpolated in logarithms between close budgets; NaN beyond the measured ones.
         """
-        budgets = np.array(sorted(self.losses))
-        known_R = np.isfinite(self.losses[budgets[0]]) & np.isfinite(losses_R)
-        if self.method == "law":
-            budgets = np.geomspace(budgets[0], budgets[-1], 9)
-        found = np.full((2, len(losses_R)), np.nan)
-        for row in np.flatnonzero(known_R):
-            target, (sizes, curve) = losses_R[row], self._optimum_curve(row, budgets)
-            if len(curve) > 1 and np.all(np.diff(curve) < 0) and curve[-1] <= target <= curve[0]:
-                found[0, row] = np.exp(np.interp(-target, -curve, np.log(budgets)))
-                found[1, row] = np.exp(np.interp(-target, -curve, np.log(sizes)))
-        return found
-
-    def _optimum_curve(self, row, budgets):
-        """Return (sizes, losses) of the optimum at these budgets, of one row of `losses`."""
-        if self.method == "parabola":
-            return tuple(
-                np.array([of[b][row] for b in budgets]) for of in (self.sizes, self.losses)
-            )
-        law, flops = self._laws[row], self._flops_per_token
-        optima = [law_optimum(law, self.means, budget, flops) for budget in budgets]
-        return tuple(np.array(optima).T)
+        budgets = np.geomspace(min(self.losses), max(self.losses), 9)
+        found_R = np.full(len(losses_R), np.nan)
+        for row, (law, target) in enumerate(zip(self._laws, losses_R, strict=True)):
+            curve = np.array([self.optimum(law, budget)[1] for budget in budgets])
+            if np.all(np.diff(curve) < 0) and curve[-1] <= target <= curve[0]:
+                found_R[row] = np.exp(np.interp(-target, -curve, np.log(budgets)))
+        return found_R
 
 
-def _draws(means, fitted, free, count, rng):
+def _draws(means, fitted, count, rng):
     """Yield `count` arrays of losses as other seeds and points might have given them.
 
-    Nothing is drawn with fewer than MIN_FREEDOM points beyond the free parameters of the fit.
+    Nothing is drawn with fewer than MIN_FREEDOM points beyond the parameters of the law.
     """
     residuals = means.loss.to_numpy() - fitted
     deviations = np.concatenate([*means.deviations[means.n > 1], np.zeros(0)])
-    points_left, seeds_left = len(means) - free, (means.n - 1).sum()
+    points_left, seeds_left = len(means) - LAW_PARAMETERS, (means.n - 1).sum()
     if points_left < MIN_FREEDOM:
         return
     for _ in range(count):
@@ -292,11 +254,5 @@ def equivalence_p(draws):
 
 
 def speedup(base, fit, budget):
-    """Return [1 + draws] (times FLOPs, times seconds) that the baseline needs for a fit's loss."""
-    budgets_R, sizes_R = base.reaching(fit.losses[budget])
-    flops_R = budgets_R / budget
-    if base.means.seconds_per_flop.isna().any() or fit.means.seconds_per_flop.isna().any():
-        return flops_R, np.full_like(flops_R, np.nan)
-    base_time = interpolate(base.means, "seconds_per_flop")(sizes_R)
-    own_time = interpolate(fit.means, "seconds_per_flop")(fit.sizes[budget])
-    return flops_R, flops_R * base_time / own_time
+    """Return the FLOPs that the baseline needs for a fit's loss, over the budget, [1 + draws]."""
+    return base.budgets_for(fit.losses[budget]) / budget

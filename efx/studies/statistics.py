@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 from scipy import stats
 
 MARGIN = 0.02  # nats within which two models are equivalent
@@ -23,17 +22,11 @@ def difference(a, b):
         error = math.sqrt(square_a + square_b)
         per_freedom = square_a**2 / (n_a - 1) + square_b**2 / (n_b - 1)
         freedom = error**4 / per_freedom if per_freedom else math.inf
-    return _intervals(mean, error, freedom)
+    return intervals(mean, error, freedom)
 
 
-def paired_difference(a, b):
-    """Return `difference` of values of the same seeds, in the same order: Student's, paired."""
-    deltas = np.asarray(a) - np.asarray(b)
-    error = deltas.std(ddof=1) / math.sqrt(len(deltas))
-    return _intervals(deltas.mean(), error, len(deltas) - 1)
-
-
-def _intervals(mean, error, freedom):
+def intervals(mean, error, freedom):
+    """Return `difference` of a mean with this standard error and degrees of freedom."""
     half = stats.t.ppf(0.975, freedom) * error
     if error:
         p = 2 * stats.t.sf(abs(mean) / error, freedom)
@@ -66,13 +59,3 @@ def recovered_share(half, full, other):
     freedom = total**2 / per_freedom if per_freedom else math.inf
     margin = stats.t.ppf(0.975, freedom) * math.sqrt(total) / depth["difference"]
     return dict(zip(names, (share, share - margin, share + margin), strict=True))
-
-
-def holm(p):
-    """Return Holm's adjusted p values of a set of comparisons, in the order of `p`."""
-    p = np.asarray(p, float)
-    order = np.argsort(p)
-    steps = p[order] * np.arange(len(p), 0, -1)
-    adjusted = np.empty_like(p)
-    adjusted[order] = np.maximum.accumulate(steps).clip(max=1)
-    return adjusted

@@ -21,6 +21,7 @@ have no seconds if runs shared the machine (--jobs).
 With `depth` the table has the price of depth at equal tokens (SPEC section 8): `recovered`, the
 part of the gain of full depth over half depth that a model recovers, with its 95% interval, and
 `cost`, its part of their difference in FLOPs. Routed depth pays where recovered exceeds cost.
+WORKDIR/price.csv has the same and the means of all columns by name, and price.png shows it.
 """
 
 import math
@@ -143,23 +144,55 @@ def table_of(results, sweep):
     titles.insert(1, f"minus {first}")
     if "depth" not in sweep:
         return per_run, tables.markdown(["", *titles], rows)
-    flops = groups["training FLOPs"].mean()
-    priced = [row + _price_of_depth(row[0], stats, flops, *sweep["depth"]) for row in rows]
+    price = price_of_depth(per_run, *sweep["depth"])
+    priced = [
+        row + _price_cells(each) for row, (_, each) in zip(rows, price.iterrows(), strict=True)
+    ]
     text = tables.markdown(["", *titles, "recovered", "cost"], priced)
     half, full = sweep["depth"]
-    if math.isnan(recovered_share(stats[half], stats[full], stats[full])["recovered"]):
+    if math.isnan(price.recovered[full]):
         text += f"\n\n{full} is not significantly ahead of {half}: depth does not pay here."
     return per_run, text
 
 
-def _price_of_depth(name, stats, flops, half, full):
-    """Return [recovered share of the gain of depth, share of its cost] of the runs of a name."""
-    if name in (half, full):
-        return [f"{float(name == full):.2f}"] * 2
-    share = recovered_share(stats[half], stats[full], stats[name])
-    cost = (flops[name] - flops[half]) / (flops[full] - flops[half])
-    cells = f"{share['recovered']:.2f} ({share['low']:.2f} to {share['high']:.2f})", f"{cost:.2f}"
-    return ["" if math.isnan(share["recovered"]) else cells[0], cells[1]]
+def price_of_depth(per_run, half, full):
+    """Return a row for each name: its loss, `recovered_share` and share of the cost of depth.
+
+    Args:
+      per_run: the first result of `table_of`. half, full: names.
+    """
+    groups = per_run.groupby("name", sort=False)
+    means = groups.mean().drop(columns=["seed", tables.LOSS])
+    flops = means["training FLOPs"]
+    stats = {name: _stats(group[tables.LOSS]) for name, group in groups}
+    rows = {}
+    for name, (loss, std, seeds) in stats.items():
+        cost = (flops[name] - flops[half]) / (flops[full] - flops[half])
+        gain = {"loss": loss, "std": std, "seeds": seeds, "gain": stats[half][0] - loss}
+        rows[name] = gain | {"cost": cost} | recovered_share(stats[half], stats[full], stats[name])
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("name").join(means)
+
+
+def draw_price(price, half, full, path):
+    """A picture of the gain of each model over half depth, and of the gain that its cost buys."""
+    from matplotlib.figure import Figure
+
+    shown = price.drop(index=half).sort_values("gain")
+    figure = Figure(figsize=(8, 1.5 + 0.28 * len(shown)), layout="constrained")
+    axes = figure.subplots()
+    axes.errorbar(shown.gain, shown.index, xerr=shown["std"].fillna(0), fmt="o", label="gain")
+    axes.plot(shown.cost * price.gain[full], shown.index, "|", color="black", ms=14,
+              label="gain of as much cost spent on full depth")  # fmt: skip
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_xlabel(f"loss of {half!r} minus loss (nats); bars: standard deviation over seeds")
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=110)
+
+
+def _price_cells(price):
+    recovered = f"{price.recovered:.2f} ({price.low:.2f} to {price.high:.2f})"
+    return ["" if math.isnan(price.recovered) else recovered, f"{price.cost:.2f}"]
 
 
 def _stats(values):
@@ -190,17 +223,16 @@ def study(arguments):
     runs_lib.check(runs, extra)
     if sweep["equal"]:
         first = runs[0]
-        if not arguments.print_commands and not arguments.table_only:
+        if not arguments.print_commands:
             runs_lib.run_all([first])
-        if arguments.print_commands and not runs_lib.is_finished(first):
+        elif not runs_lib.is_finished(first):
             print(first.command())
             print("# the others get as many FLOPs or tokens: rerun when this run has finished")
             return
         runs = make_runs(sweep, workdir, extra, equal_budget(sweep, first))
     if arguments.print_commands:
         return runs_lib.print_commands(runs)
-    if not arguments.table_only:
-        runs_lib.run_all(runs, arguments.jobs)
+    runs_lib.run_all(runs, arguments.jobs)
     results = runs_lib.results(runs)
     runs_lib.check_comparable(results)
     per_run, text = table_of(results, sweep)
@@ -209,13 +241,16 @@ def study(arguments):
         text += "Mean ± standard deviation; differences with Welch's 95% intervals. "
     text += f"Command: `{arguments.command}`\n"
     tables.save(workdir, "table", per_run, text)
+    if "depth" in sweep:
+        price = price_of_depth(per_run, *sweep["depth"])
+        price.to_csv(workdir / "price.csv")
+        draw_price(price, *sweep["depth"], workdir / "price.png")
 
 
 def main(argv=None):
     parser = cli.Parser("efx.studies.sweep", __doc__)
     parser.add_argument("--sweep", required=True, help="sweep file, or the name of one of efx")
     parser.add_runs()
-    parser.add_argument("--table-only", action="store_true", help="only read finished runs")
     return parser.run(study, argv)
 
 

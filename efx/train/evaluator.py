@@ -12,8 +12,7 @@ from efx.models.costs import MASKS
 from efx.parallel import sharding
 from efx.routing.reports import DEPTH, EXPERTS
 from efx.train import health, losses, memory
-from efx.train.selection_changes import Changes
-from efx.train.step import batch_shapes, by_layer, logits_bytes, make_eval_step
+from efx.train.step import batch_shapes, by_layer, make_eval_step
 
 # In the order of the logged line, see `describe`.
 REPORTS = (DEPTH, EXPERTS, ADAPTERS, MASKS, health.INCREMENTS)
@@ -87,16 +86,10 @@ class Evaluator:
     def __init__(self, model, config, data, mesh, rules):
         self._model, self._config, self._data = model, config.evaluate, data
         rows = config.evaluate.batch_size
-        memory.check(
-            f"config.evaluate.batch_size={rows}: evaluation",
-            {"logits": logits_bytes(model, config, mesh, rules, rows)},
-        )
         self._length, self._seed = config.data.seq_len, np.uint32(config.seed)
         self._placement = sharding.Placement(mesh, rules, rows)
         self._steps = steps(model, config, mesh, rules)
         self._by_layer = jax.jit(lambda stats: by_layer(stats, model))
-        compared = filter(None, (report.compared(model) for report in REPORTS))
-        self._changes = [Changes(model, name, mesh, rules, self._seed) for name in compared]
 
     def __call__(self, params, variables):
         """{"eval/loss": nats per token, "eval/bits_per_byte": ..., ...} as Python floats."""
@@ -115,10 +108,6 @@ class Evaluator:
                 metrics |= self._score_set(name, params, variables)
             if self._config.repeated_rows:
                 metrics |= self._repeated(params, variables)
-            for changes in self._changes:
-                batch = next(iter(self._batches(changes.placement.rows)))
-                changed = changes(params, variables, batch)
-                metrics |= {f"eval/{name}": value for name, value in changed.items()}
         return metrics
 
     def _metrics(self, passes):

@@ -22,6 +22,7 @@ import optax
 from flax import traverse_util
 from flax.core import meta
 
+from efx.checkpoint.params import average
 from efx.config.run import OptimConfig
 from efx.config.schema import make
 from efx.errors import UsageError
@@ -299,25 +300,3 @@ def eval_params(optimizer_name, opt_state, params):
         return y if is_frozen(z) else average(y, z, state.b1)
 
     return jax.tree.map(evaluated, state.z, params, is_leaf=is_frozen)
-
-
-def average(y, z, b1):
-    """The average x of a parameter that is trained at y = (1 - b1) z + b1 x."""
-    return ((y - (1.0 - b1) * z) / b1).astype(y.dtype)
-
-
-def stored_averages(paths):
-    """{path of a parameter: (path of its z, path of b1)} in a stored `TrainState`.
-
-    From these `average` computes the evaluation parameters. {} if the optimiser keeps no averages.
-
-    Args:
-      paths: of all leaves, as tuples of strings. A parameter's path starts below "params".
-    """
-    tops = [path[:-1] for path in paths if path[0] == "opt_state" and path[-1] == "b1"]
-    return {
-        path[len(top) + 1 :]: (path, (*top, "b1"))
-        for top in tops
-        for path in paths
-        if (*top, "weight_sum") in paths and path[: len(top) + 1] == (*top, "z")
-    }

@@ -193,18 +193,14 @@ class RunLog:
         if data.keeps_earlier_split:
             self.progress.println(f"held out: {data.describe_held_out()}")
 
-    def print_first_step(self, step, started, compile_seconds, attention):
+    def print_first_step(self, step, started, compile_seconds):
         """Print and log the start-up time.
 
         Args:
-          started: `time.monotonic()` of the command's start. attention: records of its kernels.
+          started: `time.monotonic()` of the command's start.
         """
         total = time.monotonic() - started
-        kernels = sorted({choice["kernel"] for choice in attention})
-        by = f"; attention by {', '.join(kernels)}" if kernels else ""
-        self.progress.println(
-            f"first step after {total:.1f} s (compiling {compile_seconds:.1f} s){by}"
-        )
+        self.progress.println(f"first step after {total:.1f} s (compiling {compile_seconds:.1f} s)")
         self.write(step, {"startup_seconds": total, "parameters": self._parameters})
 
     def print_end(self, step):

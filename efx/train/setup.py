@@ -24,10 +24,10 @@ from efx.config.load import to_config
 from efx.data import SPLITS, load
 from efx.data.tokenizers import load_tokenizer
 from efx.errors import UsageError, warn
-from efx.layers import flops, kernels, mup
+from efx.layers import flops, mup
 from efx.logging import read_metrics
 from efx.parallel import sharding
-from efx.train import memory, optim, other_runs
+from efx.train import optim, other_runs
 from efx.train import step as step_lib
 
 
@@ -123,11 +123,6 @@ class Training:
         self.batch = step_lib.batch_shapes(c, c.data.batch_size, e.mesh, e.rules)
         self.teacher = e.teacher and variable_shapes(e.teacher, e.teacher.model)
 
-    def advice(self):
-        """A line about a mesh that is slow on a TPU, or ""."""
-        is_tpu = self.experiment.mesh.devices.flat[0].platform == "tpu"
-        return sharding.torn_tiles(self.shapes.params) if is_tpu else ""
-
     def new_state(self, seed):
         """The `TrainState` of step 0."""
         init = functools.partial(step_lib.init_state, self.experiment.model, self.optimizer)
@@ -163,40 +158,8 @@ class Training:
         return jitted.trace(self.shapes, self.batch, seed, self.teacher)
 
     def compile_step(self, model, start=0):
-        """(the compiled `trace_step`, `kernels.as_records` of its attention)."""
-        with kernels.recorded_choices() as choices:
-            compiled = self.trace_step(model, start).lower().compile()
-        return compiled, kernels.as_records(choices)
-
-    def check_memory(self):
-        """UsageError if a step needs more memory than the devices have."""
-        e, c, state = self.experiment, self.experiment.config, self.shapes
-        groups, paths = optim.parameter_groups(c.optim, state.params), optim.param_paths
-        trained = [x for path, x in paths(state.params).items() if not groups[path].frozen]
-        rows = c.data.batch_size // c.train.accumulation
-        tokens = self.experiment.tokens_per_step // sharding.shard_count(e.mesh, e.rules, "batch")
-        parts = {
-            "parameters": memory.on_each_device(state.params),
-            "their gradients": memory.on_each_device(trained),
-            "the optimiser's state": memory.on_each_device(state.opt_state),
-            "the batch": 12 * tokens,
-            "logits": step_lib.logits_bytes(e.model, c, e.mesh, e.rules, rows),
-        }
-        if self.teacher is not None:
-            parts["the teacher's parameters"] = memory.on_each_device(self.teacher)
-        sizes = {
-            name: value
-            for name, _, value in schema.leaves(c)
-            if isinstance(value, int) and name.startswith(("config.model.", "config.adapter."))
-        }
-        sizes["config.data.batch_size"] = c.data.batch_size
-        sizes["config.data.seq_len"] = c.data.seq_len
-        name = max(sizes, key=sizes.get)
-        remedy = (
-            f"; the largest array is {memory.largest(state.params)}; lower {name}, or other sizes "
-            "of the model and the batch"
-        )
-        memory.check(f"{name}={sizes[name]}: training", parts, remedy)
+        """The compiled `trace_step`."""
+        return self.trace_step(model, start).lower().compile()
 
 
 def variable_shapes(setup, model):

@@ -4,8 +4,6 @@ Randomness is a function of (seed, step, micro-batch), in evaluation of (seed, b
 random is stored, so a resumed run draws what the uninterrupted one would have drawn.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -337,16 +335,6 @@ def _as_rows(x_BT, groups, parts):
     batch, length, *rest = x_BT.shape
     x = x_BT.reshape(groups, batch // groups, parts, length // parts, *rest)
     return jnp.swapaxes(x, 1, 2).reshape(batch * parts, length // parts, *rest)
-
-
-def logits_bytes(model, config, mesh, rules, rows):
-    """Lower bound of the bytes on each device of the logits that are in memory at once, for a batch
-    of `rows` rows."""
-    length = config.data.seq_len
-    positions = min(config.train.loss_chunk or length, length)
-    axes = ("batch", "length", "act_vocab")
-    split = math.prod(sharding.shard_count(mesh, rules, axis) for axis in axes)
-    return 4 * rows * positions * model.vocab_size // split
 
 
 # ---- evaluation ----------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ samples are missing makes these before it trains.
 """
 
 import contextlib
-import functools
 import itertools
 import math
 import time
@@ -19,11 +18,11 @@ from efx import io, run_dir
 from efx.checkpoint import start_from
 from efx.checkpoint.params import fingerprint
 from efx.config.load import to_config
-from efx.errors import NotFinite, RunStopped, UsageError, warn
+from efx.errors import NotFinite, RunStopped, UsageError
 from efx.logging import Progress
 from efx.logging.writer import samples_path
 from efx.parallel import multihost, sharding
-from efx.parallel.signals import Interrupted, StopSignals
+from efx.parallel.signals import StopSignals
 from efx.routing.calibrate import calibrate
 from efx.sampling import TextSampler
 from efx.train import health, memory, messages, optim, setup
@@ -90,9 +89,6 @@ class Trainer:
         self.workdir, self.started = self.files.workdir, started
         self.config, self.experiment = config, setup.experiment(config, workdir)
         self.training = setup.Training(self.experiment)
-        self.training.check_memory()
-        if advice := self.training.advice():
-            warn(advice)
         self.files.check_text(self.experiment.data)
         e = self.experiment
         self.placement = sharding.Placement(e.mesh, e.rules, config.data.batch_size)
@@ -103,7 +99,6 @@ class Trainer:
         self.step, self.log = 0, RunLog(e, self.training.shapes.params)
         self.scores = {}  # {step: checkpoint.best_metric}
         self.warn_of_sleep = health.Watch()
-        self.attention = []  # kernels of the compiled steps, as run.json records them
 
     def _make_sampler(self):
         e, c = self.experiment, self.config.sample
@@ -143,8 +138,9 @@ class Trainer:
         """
         e, c = self.experiment, self.config
         advice = (
-            f"lower config.data.batch_size={c.data.batch_size} or config.data.seq_len="
-            f"{c.data.seq_len}, or raise config.train.accumulation={c.train.accumulation}"
+            f"lower config.data.batch_size={c.data.batch_size}, config.data.seq_len="
+            f"{c.data.seq_len} or the sizes of the model, or raise config.train.accumulation="
+            f"{c.train.accumulation}; --mode=compile reports what a device needs"
         )
         if not self.files.is_new:
             self.scores |= setup.read_scores(self.workdir, c.checkpoint)
@@ -176,13 +172,10 @@ class Trainer:
             if self.step == e.steps:
                 return self._finish() if missing else self._finish_again(", its last step")
             try:
-                self._train()
-            except Interrupted:
-                self._stop()
-                return self.log.last_row
+                is_finished = self._train()
             finally:
                 self.log.end_profile(self.step)
-            return self._finish()
+            return self._finish() if is_finished else self._stop()
 
     # ---- start -----------------------------------------------------------------------------------
 
@@ -237,13 +230,11 @@ class Trainer:
     # ---- the loop --------------------------------------------------------------------------------
 
     def _train(self):
-        """Train to the last step.
-
-        Raises: Interrupted, after the step in which a signal arrived.
-        """
+        """Train to the last step; return False after the step in which a signal arrived."""
         e, compiled, is_first = self.experiment, None, True
         stage_starts = {stage.start for stage in e.stages}
         batch = self._next_batch()
+        self.saved_at = time.monotonic()
         self.log.watch.start()
         while self.step < e.steps:
             if compiled is None or self.step in stage_starts:
@@ -259,9 +250,7 @@ class Trainer:
             self.log.push(self.step, metrics)
             if is_first:
                 jax.block_until_ready(metrics)
-                self.log.print_first_step(
-                    self.step, self.started, self.compile_seconds, self.attention
-                )
+                self.log.print_first_step(self.step, self.started, self.compile_seconds)
                 is_first = False
             if self.step < e.steps:
                 # While the device computes this step, the host fetches the next one's tokens.
@@ -269,7 +258,10 @@ class Trainer:
             self.checkpoints.check()  # raises if a background save failed
             self._collect_metrics()
             stop = self.signals.stop_requested()
-            if due := due_at(self.config, self.step, e.steps):
+            due = due_at(self.config, self.step, e.steps)
+            if "checkpoint" not in due and self._is_save_due_by_time():
+                due.append("checkpoint")
+            if due:
                 self._collect_metrics(wait=True)
                 with self.log.watch.paused():
                     if self.step == e.steps:
@@ -278,7 +270,8 @@ class Trainer:
                         self._save()
                     self._evaluate_and_sample(due)
             if stop and self.step < e.steps:
-                raise Interrupted
+                return False
+        return True
 
     def _next_batch(self):
         return self.placement(next(self.iterator))
@@ -296,41 +289,29 @@ class Trainer:
             if step % self.config.log.every == 0:
                 self.files.mirror.upload(if_due=True)
 
-    def _interruptible(self, work):
-        """Run `work()` in a thread and return its result.
-
-        Raises: Interrupted, as soon as a signal arrives.
-        """
-        e = self.experiment
-
-        def in_thread():
-            with sharding.used_in_thread(e.mesh, e.rules):
-                return work()
-
-        return self.signals.run_interruptible(in_thread)
-
     def _compile(self, stage):
         """The compiled step of a stage."""
-
-        def compile_step():
-            # Count the executed FLOPs now, not during a timed step.
-            self.experiment.flops(stage.start + 1, nominal=False)
-            return self.training.compile_step(stage.model, stage.start)
-
         self.println("compiling the training step")
         begin = time.monotonic()
-        compiled, attention = self._interruptible(compile_step)
+        # Count the executed FLOPs now, not during a timed step.
+        self.experiment.flops(stage.start + 1, nominal=False)
+        compiled = self.training.compile_step(stage.model, stage.start)
         self.compile_seconds = time.monotonic() - begin
-        self.attention += [choice for choice in attention if choice not in self.attention]
-        amend = functools.partial(run_dir.amend_launch, self.workdir, attention=self.attention)
-        multihost.run_on_primary(self.workdir, amend)
         return compiled
+
+    def _is_save_due_by_time(self):
+        """Whether process 0 counts `checkpoint.minutes` since the last save."""
+        minutes = self.config.checkpoint.minutes
+        if not minutes or self.step % self.config.log.every:
+            return False
+        return multihost.from_primary(time.monotonic() - self.saved_at >= 60 * minutes)
 
     def _save(self):
         self.files.mirror.upload()  # first, so that no checkpoint lacks its rows
         meta = self.log.meta(self.step)
         meta |= {"record": self.files.record, "last_step": self.experiment.steps}
         self.checkpoints.save(self.step, self.state, self.position, meta)
+        self.saved_at = time.monotonic()
 
     def _use_stage(self):
         """Evaluate and sample with the model of the stage that trained the last step: the
@@ -357,7 +338,7 @@ class Trainer:
         self._use_stage()
         params = optim.eval_params(self.config.optim.name, self.state.opt_state, self.state.params)
         if "evaluate" in due:
-            metrics = self._interruptible(lambda: self.evaluator(params, self.state.variables))
+            metrics = self.evaluator(params, self.state.variables)
             self.scores[self.step] = metrics.get(self.config.checkpoint.best_metric)
             self.log.write(self.step, metrics)
             self.println(describe(self.step, metrics))
@@ -372,14 +353,14 @@ class Trainer:
         with memory.exhaustion_as_usage_error(
             "sampling", f"lower config.sample.num_samples={c.num_samples}"
         ):
-            texts = self._interruptible(lambda: self.sampler.texts(variables, prompts, seeds=seeds))
+            texts = self.sampler.texts(variables, prompts, seeds=seeds)
         self.log.writer.write_samples(self.step, [c.prompt + text for text in texts])
         self.println(f"sample at step {self.step}:\n{c.prompt}{texts[0]}\n---")
 
     # ---- end -------------------------------------------------------------------------------------
 
     def _stop(self):
-        """Save and report after a signal."""
+        """Save and report after a signal; returns the last row of metrics."""
         self._collect_metrics(wait=True)
         self._save()
         self.checkpoints.wait()  # raises if the save failed
@@ -388,6 +369,7 @@ class Trainer:
             "command to resume"
         )
         self._print_commands()
+        return self.log.last_row
 
     def _finish_again(self, detail):
         """Report a run that is already at its last step; returns its last row."""

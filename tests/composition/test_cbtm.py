@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from refusals import refused
 from run_files import edit_record
+from study_helpers import make_runs_here
 
 pytest.importorskip("pandas", reason="the extra `studies` is not installed")
 pytest.importorskip("sklearn", reason="scikit-learn is not installed (extra studies)")
@@ -25,7 +26,6 @@ from efx.config.load import config_of_run, to_config
 from efx.configs import cbtm as cbtm_config
 from efx.configs import common
 from efx.data.held_out import Subset
-from efx.studies import runs as runs_lib
 from efx.train import finished_run
 
 CONFIG = """
@@ -75,17 +75,12 @@ def recipe(tmp_path_factory):
     return str(path / "tiny_cbtm.py")
 
 
-def start_here(run, cpus, processes):
-    """Replace `runs.start`: the same command in this process."""
-    assert main_lib.main(["efx", *run.arguments]) == 0
-
-
 @pytest.fixture(scope="module")
 def trained(recipe, tmp_path_factory, one_device):
     """The working directory of a finished study."""
     folder = tmp_path_factory.mktemp("cbtm") / "all"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs_lib, "start", start_here)
+        make_runs_here(patch)
         assert cbtm.main(["--config", recipe, "--workdir", str(folder)]) == 0
     return folder
 

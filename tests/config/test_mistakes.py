@@ -61,7 +61,6 @@ NEW_RUNS = [
     ("width and devices", "model.width=20 model.attention.head_dim=8 mesh.data=1 mesh.fsdp=8",
      "20 is not a multiple", "config.mesh"),
     ("two open axes", "mesh.data=-1 mesh.fsdp=-1", "config.mesh", "at most one"),
-    ("more memory than there is", "model.width=10000000", "model.width=10000000", "lower"),
     # Optimiser.
     ("warm-up after the decay", "optim.schedule.warmup_steps=2 optim.schedule.decay_steps=1",
      "config.optim.schedule.warmup_steps=2", "decay_steps=1"),
@@ -115,7 +114,7 @@ NEW_RUNS = [
      "config.model.dropout.sites=()", "mlp_output"),
     ("masks of probabilities", "model.dropout.kind=attention", "dropout.sites=", "elementwise"),
     ("mask heads", "model.dropout.kind=attention model.dropout.sites=('mlp_output',)"
-     " model.dropout.attention.num_heads=5", "dropout.attention.num_heads=5"),
+     " model.attention.num_heads=5 model.attention.head_dim=8", "attention.num_heads=5"),
     ("dense connections under scan", "model.dense_former.on=True model.scan_layers=True",
      "config.model.scan_layers=True", "config.model.dense_former.on=True"),
     ("adapter without a base", "adapter.kind=lora", "adapter.kind='lora'", "config.init.run"),

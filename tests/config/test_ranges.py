@@ -5,19 +5,16 @@ tests/config/hostile_settings.py makes the values, for the settings of all famil
 """
 
 import hostile_settings
-import jax
-import jax.numpy as jnp
 import pytest
 import test_cli
 from hostile_settings import CASES, configured, hostile, trace_step, walked, write_folder
-from refusals import refused
 from run_files import TINY
 
 from efx.config import schema
 from efx.config.run import Config
 from efx.errors import UsageError
 from efx.models import FAMILIES
-from efx.train import memory, trainer
+from efx.train import trainer
 
 QUICK = "masks", "mod", "soft_experts"
 CASE = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
@@ -64,22 +61,6 @@ def test_every_setting_is_walked_over(folder):
         for case, (family, changes, _) in CASES.items()
         for key in walked(case, configured(family, changes, folder))
     }
-
-
-def test_memory_is_counted_by_device():
-    """Of a sharded array each device has its part; a number of devices has an equal part of the
-    main memory."""
-    mesh = jax.make_mesh((4, 2), ("a", "b"))
-    sharded = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a"))
-    whole = jax.ShapeDtypeStruct((8, 5), jnp.float32)
-    split = jax.ShapeDtypeStruct((8, 5), jnp.bfloat16, sharding=sharded)
-    assert memory.on_each_device({"whole": whole, "split": split}) == 8 * 5 * 4 + 2 * 5 * 2
-    assert memory.largest({"x": {"whole": whole}, "split": split}) == "x/whole, float32[8, 5]"
-    total = memory.host_memory()
-    assert memory.available() == total // 8 and 2**28 < total < 2**50
-    memory.check("this", {"all of it": total // 8})
-    refused(lambda: memory.check("this", {"all of it": total // 8 + 1, "nothing": 0}), "all of it")
-    assert [memory.in_words(n) for n in (1, 1536, 2**40)] == ["1 bytes", "1.5 KiB", "1 TiB"]
 
 
 @pytest.mark.slow

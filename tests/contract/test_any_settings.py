@@ -118,13 +118,9 @@ def masks(draw):
     changes["dropout.sites"] = draw(SOME_SITES)
     changes |= pick(
         draw, "dropout.attention.",
-        input=["hidden", "embedding", "embedding_linear"], num_heads=[0, 1],
-        granularity=["feature", "token"],
+        input=["hidden", "embedding", "embedding_linear"],
         rounding=["none", "stochastic", "sigmoid", "sigmoid_straight_through"],
     )  # fmt: skip
-    known = changes["dropout.attention.input"] != "hidden"
-    if known and changes["dropout.attention.rounding"] == "stochastic":
-        changes |= pick(draw, "dropout.attention.", skip_tile=[0, 4])
     return changes
 
 

@@ -228,7 +228,7 @@ def test_every_choice_is_admitted_or_overflows():
         cache = decoded("moe", size, length_B)
         spec, overflow = build("moe")[0].specs()[0], 0
         for layer in cache["layers"].values():
-            assert layer["mlp"]["admitted"].max() <= spec.block.moe.slots(CONTEXT, "causal")
+            assert layer["mlp"]["admitted"].max() <= spec.blocks[0].moe.slots(CONTEXT, "causal")
             admitted_B = np.asarray(layer["mlp"]["admitted"]).sum(axis=1)
             np.testing.assert_array_equal(admitted_B + layer["mlp"]["overflow"], 2 * length_B)
             overflow += np.sum(layer["mlp"]["overflow"])

@@ -21,6 +21,7 @@ from efx.layers.attention import Attention
 from efx.layers.mlp import MLP
 from efx.layers.moe import MoE
 from efx.layers.soft_experts import SoftMLP
+from efx.models.costs import attentions
 from efx.models.stack import Layer, convert_layers, scan_params
 from efx.parallel import sharding
 
@@ -499,7 +500,7 @@ def hidden_scores(model, selection):
     hidden = 0
     for spec in model.blocks().values():
         is_routed = spec.routing is not None and spec.routing.target != "mlp"
-        for b, whole in spec.attentions if is_routed else ():
+        for b, whole in attentions(spec) if is_routed else ():
             tokens = spec.routing.slots(spec.capacity, SHORT, selection)
             a, channels = b.attention, b.soft.num if b.soft else 1
             if whole:

@@ -13,7 +13,8 @@ pytest.importorskip("pandas", reason="the extra `studies` is not installed")
 
 import pandas as pd
 
-from efx.studies import results, statistics
+from efx.logging import tables
+from efx.studies import statistics
 from results import comparisons, pages
 
 
@@ -91,7 +92,7 @@ def test_a_source_names_one_row_and_only_columns(source):
 
 
 def test_comparisons_are_current():
-    published, _ = results.read("comparisons", ROOT / "results")
+    published, _ = tables.read_csv(ROOT / "results/comparisons.csv")
     computed = comparisons.comparisons()
     pd.testing.assert_frame_equal(published, computed, check_dtype=False, atol=1e-4)
 
@@ -103,7 +104,7 @@ def test_differences_are_welchs_or_paired():
     summary = [(each.mean(), each.std(ddof=1), 4) for each in (a, b)]
     for found, expected in (
         (statistics.difference(*summary), welch),
-        (statistics.paired_difference(a, b), paired),
+        (comparisons.paired_difference(a, b), paired),
     ):
         low, high = expected.confidence_interval(0.95)
         values = found["difference"], found["low"], found["high"], found["p"]
@@ -115,7 +116,7 @@ def test_differences_are_welchs_or_paired():
 
 
 def test_holms_correction():
-    np.testing.assert_allclose(statistics.holm([0.04, 0.01, 0.03, 0.9]), [0.09, 0.04, 0.09, 0.9])
+    np.testing.assert_allclose(comparisons.holm([0.04, 0.01, 0.03, 0.9]), [0.09, 0.04, 0.09, 0.9])
 
 
 def test_only_models_that_differ_in_the_selection_are_paired():
@@ -137,13 +138,13 @@ def test_a_size_with_a_diverged_seed_is_not_the_best(tmp_path, monkeypatch):
     rows = [("wide", seed, loss) for seed, loss in enumerate([1.0, 1.0, np.nan])]
     rows += [("narrow", seed, 2.0) for seed in range(3)] + [("one seed", 0, 0.5)]
     table = pd.DataFrame(rows, columns=["size", "seed", "loss"]).assign(family="dense")
-    results.write(tmp_path / "points.csv", table, {"title": "points"})
+    tables.write_csv(tmp_path / "points.csv", table, {"title": "points"})
     assert comparisons.best("points", np.nan, "loss", "dense").size == "narrow"
 
 
 def test_results_name_their_command_and_revision():
     for path in (ROOT / "results").glob("*.csv"):
-        table, header = results.read(path.stem, path.parent)
+        table, header = tables.read_csv(path)
         assert len(table) and {"title", "command", "machine"} <= {*header}, path.name
         derived = ("comparisons", "_optima", "_differences")
         assert path.stem.endswith(derived) or "revision" in header, path.name

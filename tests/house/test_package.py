@@ -78,7 +78,7 @@ def test_the_wheel_has_all_of_efx_and_its_configs(root, wheel):
     expected |= {f"{path.relative_to(root)}" for path in (root / "efx/studies").glob("*.html")}
     assert {name for name in names if not name.startswith(dist)} == expected
     assert metadata["Version"] == efx.__version__ and f"{dist}/licenses/LICENSE" in names
-    assert scripts.split() == ["[console_scripts]", "efx", "=", "efx.main:command"]
+    assert scripts.split() == ["[console_scripts]", "efx", "=", "efx.main:main"]
 
 
 @pytest.mark.slow

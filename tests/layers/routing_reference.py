@@ -102,7 +102,7 @@ def np_layer(x_TD, p, spec, choose=None, positions_T=None, seen_T=None):
       choose: scores [T] -> mask of the routed tokens; None: all.
       seen_T: the tokens that others attend to; None: as the spec says.
     """
-    b, r = spec.block, spec.routing
+    b, r = spec.blocks[0], spec.routing
     target = "block" if r is None else r.target
     time = np.arange(len(x_TD))
     positions_T = time if positions_T is None else positions_T

@@ -45,7 +45,9 @@ def test_predictor_decides_and_learns_from_top_k(router_norm):
     x_BTD = activations()
     read_BTD = x_BTD
     if router_norm == "rms":
-        read_BTD = norm(np.float64(x_BTD), p["norm_router"], "rmsnorm", module.spec.block.norm_eps)
+        read_BTD = norm(
+            np.float64(x_BTD), p["norm_router"], "rmsnorm", module.spec.blocks[0].norm_eps
+        )
     logit_BT, score_BT = np_predictor(read_BTD, p["predictor"]), read_BTD @ p["router"]
     decided_BT = logit_BT > 0
     assert 0.1 < decided_BT.mean() < 0.9

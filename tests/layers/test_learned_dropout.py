@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import re
-import types
 
 import families
 import jax
@@ -20,21 +19,12 @@ from efx.layers import learned_dropout as ld
 from efx.layers.block import Block
 from efx.layers.call import Call
 from efx.layers.config import ElementwiseConfig
-from efx.models import costs
 from efx.models.stack import Layer
 from efx.parallel import sharding
 from efx.train import losses, optim
 from efx.train.evaluator import Evaluator, describe
-from efx.train.selection_changes import Changes
 
 PI = np.pi
-SKIP = {
-    "dropout.kind": "attention",
-    "dropout.sites": ("attention_output", "mlp_output"),
-    "dropout.attention.input": "embedding_linear",
-    "dropout.attention.granularity": "token",
-    "dropout.attention.skip_tile": 5,
-}
 
 
 def elementwise(**changes):
@@ -64,10 +54,6 @@ def apply(mask, params, x, call, *mutable):
     return jax.device_get(run({"params": params}, x, call))
 
 
-def mesh_of_one_device():
-    return sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), jax.devices()[:1])
-
-
 # ---- masks by hand -----------------------------------------------------------------------------
 
 
@@ -84,8 +70,8 @@ def test_elementwise_mask_by_hand(detach):
     np.testing.assert_allclose(apply(mask, params, x, call(1)), x * m, atol=1e-5)
     grad = jax.grad(lambda x: mask.apply({"params": params}, x, call(1)).sum())(x)
     np.testing.assert_allclose(grad, slope, atol=1e-4)
-    sharp = apply(elementwise(sharpen=True, sharpen_scale=5.0), params, x, call(1))
-    np.testing.assert_allclose(sharp, x / (1 + np.exp(-5 * (m - 0.5))), atol=1e-5)
+    sharp = apply(elementwise(sharpen=True), params, x, call(1))
+    np.testing.assert_allclose(sharp, x / (1 + np.exp(-60 * (m - 0.5))), atol=1e-4)
 
 
 def test_roundings_by_hand():
@@ -103,7 +89,7 @@ def test_roundings_by_hand():
     }
     m = np.linspace(0, 1, 5, dtype=np.float32)
     for (name, draws), (values, slopes) in expected.items():
-        rounding = functools.partial(ld.round_mask, rounding=name, scale=60.0)
+        rounding = functools.partial(ld.round_mask, rounding=name)
         rounded = jax.vmap(jax.value_and_grad(lambda m, u, f=rounding: f(m, uniform=u)))
         got, slope = rounded(m, uniform if draws else None)
         np.testing.assert_allclose(got, values, atol=1e-6, err_msg=name)
@@ -168,9 +154,9 @@ def test_attention_mask_by_hand(kind, rounding):
         params["attention"] = matrices(3, *QKV)
         u = attention_by_hand(x[0] if kind == "hidden" else e, params["attention"])
     m = 0.5 * np.cos(u + b) + 0.5
-    sharp = 1 / (1 + np.exp(-5 * (m - 0.5)))
+    sharp = 1 / (1 + np.exp(-60 * (m - 0.5)))
     rounded = {"none": m, "stochastic": m >= 0.5, "sigmoid": sharp}[rounding]
-    block = attention_block(input=kind, rounding=rounding, sigmoid_scale=5.0)
+    block = attention_block(input=kind, rounding=rounding)
     e_BTD = None
     if kind != "hidden":
         e_BTD = apply(ld.MaskInput(block), shared, np.float32(emb), call(3))
@@ -321,8 +307,18 @@ def test_stochastic_rounding_is_random_in_training_alone():
 
     @functools.partial(families.jit, static_argnums=1)
     def masks(key, train):
-        options = dict(rngs={"dropout": key}, train=train, mutable=["masks"])
-        return model.apply({"params": params}, tokens_BT, **options)[1]["masks"]
+        """The mask of each layer, [B, T, D]."""
+        layer_masks = []
+
+        def record(next_function, args, kwargs, context):
+            y = next_function(*args, **kwargs)
+            if context.method_name == "__call__" and isinstance(context.module, ld.AttentionMask):
+                layer_masks.append(y / args[0])
+            return y
+
+        with nn.intercept_methods(record):
+            model.apply({"params": params}, tokens_BT, rngs={"dropout": key}, train=train)
+        return layer_masks
 
     drawn = [jax.tree.leaves(masks(jax.random.key(seed), True)) for seed in (0, 1)]
     rows = np.reshape(np.array(drawn), (12, -1))
@@ -353,7 +349,7 @@ def test_routed_masks_read_the_mask_input_of_routed_tokens():
     @families.jit
     def delta(e_BTD):
         part = Call(jnp.asarray(routed)[None], mask_input_BTD=e_BTD)
-        return Block(spec.block).apply({"params": inner}, x_BTD[:, routed], part)
+        return Block(spec.blocks[0]).apply({"params": inner}, x_BTD[:, routed], part)
 
     delta_BTD = np.asarray(delta(e_BTD[:, routed]))
     expected_BTD = np.array(x_BTD)
@@ -376,162 +372,30 @@ def test_one_pattern_matches_all_masks_and_they_are_not_decayed(variant, root, m
         assert not (path in masks and group.decayed)
 
 
-# ---- MLPs that skip dropped tokens -------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tile, share", [(4, 0.0), (3, 0.5), (5, 0.5), (100, 1.0)])
-def test_only_kept_tokens_are_computed(tile, share):
-    shapes = []
-
-    class Double(nn.Module):
-        def __call__(self, x_BTD):
-            jax.debug.callback(lambda x: shapes.append(x.shape), x_BTD)
-            return 2 * x_BTD
-
-    class Skipping(nn.Module):
-        @nn.compact
-        def __call__(self, x_BTD, kept_BT):
-            return ld.compute_kept_tokens(Double(), x_BTD, kept_BT, tile)
-
-    x_BTD = np.random.default_rng(0).normal(size=(2, 6, 3)).astype(np.float32)
-    kept_BT = np.random.default_rng(1).permutation(12).reshape(2, 6) < round(12 * share)
-    # Dropped tokens are not read: not even NaN reaches the result.
-    poisoned_BTD = np.where(kept_BT[..., None], x_BTD, np.nan)
-    out_BTD = jax.jit(Skipping().apply)({}, poisoned_BTD, kept_BT)
-    np.testing.assert_array_equal(out_BTD, np.where(kept_BT[..., None], 2 * x_BTD, 0))
-    jax.effects_barrier()
-    assert shapes == [(1, min(tile, 12), 3)] * -(-kept_BT.sum() // min(tile, 12))
-
-
-def skipping_model(**changes):
-    """(a model that skips, the same without skipping, parameters that keep about half)."""
-    model = families.make({**SKIP, **changes})
-    without = families.make({**SKIP, **changes, "dropout.attention.skip_tile": 0})
-
-    def half_kept(path, leaf):
-        return jnp.full_like(leaf, PI / 2) if path[-1].key == "mask_shift" else leaf
-
-    params = jax.tree_util.tree_map_with_path(half_kept, families.random_params(model))
-    return model, without, params
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"preset": "gpt2", "scan_layers": True, "dropout.attention.granularity": "feature"},
-        pytest.param(
-            {"depth_routing.kind": "mod", "depth_routing.capacity": 0.5}, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            {"family": "encoder_decoder", "dropout.attention.input": "embedding"},
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_skipping_changes_no_logits(changes):
-    model, without, params = skipping_model(**changes)
-    variables = {"params": params, **families.random_state(model)}
-    tokens_BT, rngs = families.tokens(), {"dropout": jax.random.key(1)}
-    for train in (False, True):
-        got, expected = (
-            families.jit(functools.partial(m.apply, train=train, rngs=rngs))(variables, tokens_BT)
-            for m in (model, without)
-        )
-        np.testing.assert_allclose(got, expected, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_decoding_skips_and_is_the_full_forward():
-    model, _, params = skipping_model()
-    tokens_BT = families.tokens(batch=2, length=12)
-    expected_BTV = families.jit(model.apply)({"params": params}, tokens_BT)
-    step, cache = families.decoder(model, {"params": params}, 12), models.init_cache(model, 2, 12)
-    calls = families.chunks(np.array([5, 5]), np.array([12, 12]), 5)
-    logits_BTV, _ = families.read(step, cache, tokens_BT, calls)
-    np.testing.assert_allclose(logits_BTV, expected_BTV, atol=1e-4)
-
-
-def test_flops_without_the_mlps_of_dropped_tokens():
-    """Experts, here in every second block, compute all tokens. For latents there is no row."""
-    passes = types.SimpleNamespace(means={"causal": {"mlp/computed_fraction": 0.25}})
-    experts = {"mlp.kind": "moe", "mlp.moe.num_experts": 2, "mlp.moe.every": 2}
-    model = families.make({**SKIP, **experts})
-    parts = model.ledger(families.LENGTH).nominal
-    dense = families.make({**SKIP, "depth": 1}).ledger(families.LENGTH).nominal["mlp"]
-    expected = (sum(parts.values()) - 0.75 * dense) / families.LENGTH
-    rows = costs.MASKS.rows(model, families.LENGTH, passes)
-    assert rows["eval/flops_per_token"] == pytest.approx(expected)
-    latent = {"family": "latent", "group_size": 4, "latents": (2,), "level_widths": (24,)}
-    model = families.make({**SKIP, **latent, "level_heads": (3,)})
-    assert costs.MASKS.rows(model, families.LENGTH, passes) == {}
-
-
 # ---- evaluation --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_evaluation_reports_masks_by_layer_and_how_many_changed(scan):
-    """Between two evaluations one of two layers inverts its mask of the MLP's output."""
-    changes = {"dropout.sites": ("embedding", "mlp_output"), "scan_layers": scan}
-    model, _, params = skipping_model(**changes)
-    params = jax.tree.map(np.asarray, params)
-    mesh, config = mesh_of_one_device(), common.base()
+def test_evaluation_reports_masks_by_layer(scan):
+    """The second of two layers closes its mask of the MLP's output."""
+    model = one_site("attention", "mlp_output", depth=2, scan_layers=scan)
+    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), jax.devices()[:1])
+    config = common.base()
     config.data.seq_len, config.evaluate.batch_size = families.LENGTH, families.BATCH
     evaluator = Evaluator(model, config, Held(), mesh, sharding.DEFAULT_RULES)
 
-    def inverted(path, leaf):
-        path = jax.tree_util.keystr(path, simple=True, separator="/")
-        if "mlp_output" not in path or not path.endswith("mask_shift"):
+    def closed(path, leaf):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if name.endswith("mask_value"):
+            return 0 * leaf
+        if not name.endswith("mask_shift"):
             return leaf
-        if scan:
-            return leaf + np.float32([[0], [PI]])
-        return leaf + np.float32(PI) if "block_1" in path else leaf
+        shift = np.float32([[0.0], [PI]]) if scan else np.float32(PI * ("block_1" in name))
+        return 0 * leaf + shift
 
+    params = jax.tree_util.tree_map_with_path(closed, families.random_params(model))
     with sharding.use(mesh, sharding.DEFAULT_RULES):
-        first = evaluator(params, {})
-        second = evaluator(params, {})
-        third = evaluator(jax.tree_util.tree_map_with_path(inverted, params), {})
-    kept = [first[f"eval/dropout/kept/block_{i}"] for i in (0, 1)]
-    assert 0.05 < min(kept) and max(kept) < 0.95
-    assert "eval/dropout/changed" not in first
-    assert second["eval/dropout/changed"] == 0
-    assert third["eval/dropout/changed/block_0"] == 0
-    assert third["eval/dropout/changed/block_1"] == pytest.approx(1)
-    assert third["eval/dropout/changed"] == pytest.approx(1 / 3)  # one of three masks
-    # A mask of one value a token: an MLP computes exactly the kept tokens.
-    computed = [first[f"eval/mlp/computed_fraction/block_{i}"] for i in (0, 1)]
-    np.testing.assert_allclose(computed, kept, rtol=1e-5)
-    assert f"; MLPs computed for {np.mean(kept):.1%} of the tokens" in describe(3, first)
-    assert "eval/flops_per_token" in first
-
-
-def test_changed_masks_of_probabilities_count_each_pair_once():
-    """In chunks of 5 of 32 queries, of which the first has 15 pairs and later ones up to 150."""
-    mesh, results = mesh_of_one_device(), []
-    for chunk in (5, 32):
-        sites = {"dropout.sites": ("attention_probs", "mlp_output"), "attention.chunk": chunk}
-        model = one_site("elementwise", "mlp_output", **sites)
-        with sharding.use(mesh, sharding.DEFAULT_RULES):
-            changes = Changes(model, "masks", mesh, sharding.DEFAULT_RULES, np.uint32(0))
-            batch = {"inputs": np.asarray(families.tokens())[changes.placement.rows]}
-            for seed in (0, 1):
-                changed = changes(families.random_params(model, seed), {}, batch)
-        results.append(changed)
-    assert results[0] == pytest.approx(results[1], rel=1e-6)
-    assert 0 < results[0]["dropout/changed"] < 1
-
-
-def test_slots_that_are_empty_in_either_evaluation_do_not_count():
-    class Preset:
-        """A model whose sown masks are its parameters."""
-
-        def apply_to_batch(self, variables, *_, **__):
-            return None, {"masks": {"x": ((variables["params"],),)}}
-
-    mesh = mesh_of_one_device()
-    changes = Changes(Preset(), "masks", mesh, sharding.DEFAULT_RULES, np.uint32(0))
-    batch = {"inputs": np.asarray(families.tokens())[changes.placement.rows]}
-    with sharding.use(mesh, sharding.DEFAULT_RULES):
-        assert changes(np.int8([[1, -1, 0, 1, 0]]), {}, batch) == {}
-        changed = changes(np.int8([[0, 1, -1, 1, -1]]), {}, batch)
-    assert changed["x"] == pytest.approx(1 / 2)
+        metrics = evaluator(jax.tree.map(np.asarray, params), {})
+    kept = [metrics[f"eval/dropout/kept/block_{i}"] for i in (0, 1)]
+    assert kept == [1.0, 0.0] and metrics["eval/dropout/kept"] == 0.5
+    assert "; masks keep 50.0%" in describe(3, metrics)

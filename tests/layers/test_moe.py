@@ -344,9 +344,9 @@ def test_logits_of_a_prefix_depend_on_its_tokens_alone(changes):
 
 def test_every_second_block():
     model = families.make({"mlp.kind": "moe", "mlp.moe.every": 2, "depth": 4})
-    assert [spec.block.moe is not None for spec in model.specs()] == [False, True, False, True]
+    assert [spec.blocks[0].moe is not None for spec in model.specs()] == [False, True, False, True]
     narrow = families.make({"mlp.kind": "moe", "mlp.moe.every": 2, "mlp.moe.expert_hidden": 24})
-    assert [spec.block.hidden for spec in narrow.specs()] == [96, 24]
+    assert [spec.blocks[0].hidden for spec in narrow.specs()] == [96, 24]
 
 
 def test_experts_are_split_over_their_axis():

@@ -35,7 +35,7 @@ def np_recursion(model, params, x_TD, selection):
     left_T = np.ones(len(x_TD), bool)
     counts_T = np.arange(len(x_TD)) + 1
     for name, spec in zip(stack.names(model.specs()), model.specs(), strict=True):
-        if isinstance(spec, stack.LayerSpec):
+        if spec.step is None:
             x_TD, _ = np_layer(x_TD, params["layers"][name], spec)
             continue
         routing, gate_T1, kept_TD = spec.routing, 1.0, x_TD
@@ -56,7 +56,7 @@ def np_recursion(model, params, x_TD, selection):
         y_TD, all_T = x_TD, np.ones(len(x_TD), bool)
         seen_T = all_T if routing is None or routing.kv_for_skipped else left_T
         for i, block in enumerate(spec.blocks, 1):
-            p, inner = params["layers"][f"block_{i}"], stack.LayerSpec(block)
+            p, inner = params["layers"][f"block_{i}"], stack.LayerSpec((block,))
             y_TD, _ = np_layer(y_TD, p, inner, lambda _, mask=left_T: mask, seen_T=seen_T)
         x_TD = np.where(left_T[:, None], x_TD + gate_T1 * (y_TD - x_TD), kept_TD)
     return x_TD, survivors

@@ -252,7 +252,7 @@ class Increments(nn.Module):
 def test_a_gate_multiplies_in_float32_under_bfloat16():
     """Added is the exact product, rounded once: tokens are 0 but where the router looks."""
     spec = layer(dtype="bfloat16")[0].spec
-    module = MoDBlock(functools.partial(Increments, spec.block), spec.routing, spec.capacity)
+    module = MoDBlock(Increments(spec.blocks[0]), spec.routing, spec.capacity)
     x_BTD = np.zeros((ROWS, LENGTH, 32), jnp.bfloat16)
     x_BTD[..., 0] = activations()[..., 0]
     (out_BTD, _), _ = run(module, {"router": np.eye(32, dtype=np.float32)[0]}, x_BTD)

@@ -29,7 +29,7 @@ CALL = Call(np.arange(T)[None])
 
 def block(changes):
     """(a block with soft experts, parameters without zeros, input)."""
-    module = SoftBlock(families.make({**SMALL, **changes}).specs()[0].block)
+    module = SoftBlock(families.make({**SMALL, **changes}).specs()[0].blocks[0])
     x_BTD = np.float32(np.random.default_rng(0).normal(size=(B, T, WIDTH)))
     shapes = jax.eval_shape(lambda: nn.unbox(module.init(jax.random.key(0), x_BTD, CALL)))
     rng = np.random.default_rng(1)
@@ -141,8 +141,8 @@ def test_channels_in_bfloat16_are_merged_in_float32():
 
 def test_blocks_with_soft_experts_and_their_widths():
     model = families.make({"depth": 5, "soft_experts.num": 2, "soft_experts.every": 2})
-    assert [spec.block.soft is not None for spec in model.specs()] == [0, 1, 0, 1, 0]
-    soft = model.specs()[1].block.soft
+    assert [spec.blocks[0].soft is not None for spec in model.specs()] == [0, 1, 0, 1, 0]
+    soft = model.specs()[1].blocks[0].soft
     features = [
         dataclasses.replace(soft, num=n, multiple=m).features(32)
         for n, m in ((4, 1), (4, 3), (5, 1), (12, 6))
@@ -154,7 +154,7 @@ def test_fewer_latents_in_channels_cost_as_claimed():
     """Scores: s (K / m)^2 in place of K^2."""
 
     def scores(latents, changes):
-        b = families.make(changes).specs()[0].block
+        b = families.make(changes).specs()[0].blocks[0]
         return costs.attention_flops(b, latents, flops.causal_pairs(latents))["attention_scores"]
 
     for channels, m in ((4, 4), (12, 8), (2, 2)):

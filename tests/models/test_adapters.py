@@ -395,11 +395,6 @@ TWO = {**LORA, "adapter.experts": ("a", "b")}
 ENTRANCES = {**TWO, "adapter.routing": "inclusion"}
 STREAMS = {"family": "encoder_decoder"}
 MOD = {"depth_routing.kind": "mod", "depth_routing.every": 1, "depth_routing.capacity": 0.5}
-SKIPPING = {
-    "dropout.kind": "attention", "dropout.sites": ("mlp_output",),
-    "dropout.attention.input": "embedding", "dropout.attention.granularity": "token",
-    "dropout.attention.skip_tile": 4,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -409,7 +404,6 @@ SKIPPING = {
         ({**TWO, "adapter.top_k": 3}, "config.adapter.top_k=3"),
         ({**ENTRANCES, **MOD}, "config.model.depth_routing.kind='mod'"),
         ({**ENTRANCES, "family": "latent"}, "config.model.family='latent'"),
-        ({**LORA, **SKIPPING, "adapter.gate": True}, "skip_tile"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_by_name(changes, name):

@@ -6,12 +6,11 @@ import shutil
 
 import families
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from formulas import attention, rms_norm
 from refusals import refused
-from test_adapters import RUN, SKIPPING, SMALL, params_at
+from test_adapters import RUN, SMALL, params_at
 from test_families import assert_no_look_ahead, compiled_on, same_loss_and_grads
 
 from efx import checkpoint, models
@@ -157,26 +156,6 @@ def test_losses_of_members_are_not_those_of_the_bridged_model():
     run = functools.partial(model.apply, **options)
     _, sown = jax.eval_shape(run, families.variable_shapes(model), families.tokens())
     assert "losses" not in sown and "stats" in sown
-
-
-@pytest.mark.slow
-def test_bridges_train_through_members_that_skip_closed_tokens():
-    """MLPs that skip tokens have no gradient; those of members compute all tokens."""
-    skipping = {"depth": 2, **SKIPPING}
-    masked = {**skipping, "dropout.attention.skip_tile": 0}
-    plain, model = (families.bridge(member, {"depth": 2}, pairs=2) for member in (masked, skipping))
-    params = families.random_params(model)
-    bridges = {name: tree for name, tree in params.items() if name.startswith("bridges")}
-
-    def gradients(model):
-        def loss(bridges):
-            variables = {"params": {**params, **bridges}}
-            return jnp.mean(jnp.square(model.apply(variables, families.tokens(), train=True)))
-
-        return families.jit(jax.grad(loss))(bridges)
-
-    assert max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(gradients(model))) > 1e-4
-    families.assert_trees_close(gradients(plain), gradients(model))
 
 
 @pytest.mark.parametrize("name", ["decoder_reads_two", "streams_read"])

@@ -75,9 +75,8 @@ def reference(tokens_T, params, c, reads):
     learned, every = c["positions"] == "learned", c["attention"]["no_rope_every"]
     positions = params["positions_embed"]["embedding"] if learned else np.zeros((length + 1, 1))
     next_TD = positions[1 : length + 1]
-    stack = params.get("layers", {})
-    layers = [stack[f"block_{i}"] for i in range(len(stack))]
-    layers += [params["last"]["block_0"]] if "last" in params else []
+    stacks = params.get("layers", {}), params.get("last", {})
+    layers = [stack[f"block_{i}"] for stack in stacks for i in range(len(stack))]
 
     def of_block(i):
         return {**c, "positions": "none"} if every and (i + 1) % every == 0 else c
@@ -258,7 +257,6 @@ def test_residual_outputs_start_smaller_by_the_root_of_their_number():
         ({"positions": "rope", "output_positions": "subtract"}, "output_positions='subtract'"),
         ({"depth_routing.kind": "recursion", "depth": 4}, "depth_routing.kind='recursion'"),
         ({**routed(blocks=(2, 7)), "depth": 4}, "depth_routing.blocks=(2, 7)"),
-        ({"scan_layers": True, "cross_source": "final"}, "config.model.scan_layers=True"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_by_name(changes, name):

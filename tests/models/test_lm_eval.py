@@ -196,7 +196,8 @@ def test_a_limit_and_a_default_output(lm_eval, tasks, routed):  # noqa: F811
 
 
 def test_a_missing_extra_is_status_2(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)  # as if not installed
+    for name in ("lm_eval", "lm_eval.__main__"):
+        monkeypatch.setitem(sys.modules, name, None)  # as if not installed
     with pytest.raises(SystemExit) as end:
         runpy.run_module("efx.interop.lm_eval", run_name="__main__")
     (line,) = capsys.readouterr().err.splitlines()

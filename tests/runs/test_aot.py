@@ -125,7 +125,8 @@ def test_a_small_model_for_a_tpu(root):
     assert report["devices"] == 4 and report["mesh"] == {"fsdp": 4} and report["fits"]
     step, evaluation, *sampling = report["programs"]
     assert step["arguments"] > 12 * report["parameters"] / 4
-    assert step["attention"] == ["splash"] and step["collectives"]["all-gather"]["count"] > 4
+    assert "attention by splash" in done.stdout + done.stderr
+    assert step["collectives"]["all-gather"]["count"] > 4
     for program in (evaluation, *sampling):
         assert program["held"] > 8 * report["parameters"] / 4, program
     keys = 2 * rows * length * width  # bytes of one block in bfloat16

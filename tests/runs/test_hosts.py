@@ -34,7 +34,7 @@ MOE_KEYS = (*KEYS, "losses/load_balance", "eval/moe/overflow_fraction")
 
 # What `efx.main` does, with several launches.
 PROCESS = """
-import json, os, sys, jax
+import json, os, sys, types, jax
 rank, port, folder, devices, launches = int(sys.argv[1]), *sys.argv[2:]
 jax.config.update("jax_num_cpu_devices", int(devices))
 from efx import main
@@ -43,6 +43,8 @@ from efx.train import trainer
 from efx.configs import common
 def launch(changes, run="two"):
     trainer.train_and_evaluate(common.apply(common.base(), changes), f"{folder}/{run}")
+if rank == 1:  # the clock of process 0 alone decides when to save
+    trainer.time = types.SimpleNamespace(monotonic=lambda: 0.0)
 def run(argv):
     if "check" in globals():
         check(json.loads(launches)[0])
@@ -221,6 +223,7 @@ def pair(tmp_path_factory, root, one_device):
     folder = tmp_path_factory.mktemp("pair")
     shared, one_process = made(folder)
     launches = [shared | {"steps": 10**6, "mesh.data": 1, "mesh.fsdp": 2}]
+    launches[0] |= {"checkpoint.minutes": 1e-9, "checkpoint.keep_last": 10**6}
     with (
         run_dir.Lock(folder / "held") as lock,
         Pair(CHECKS + PROCESS, root, folder, 1, launches) as pair,
@@ -241,6 +244,7 @@ def test_two_processes_train_and_evaluate_as_one(pair):
     folder, stopped, _, _ = pair
     assert_same_metrics(folder / "two", folder / "one", KEYS, range(2, stopped + 1, 2))
     assert rows(folder / "two", "train/loss").keys() == set(range(1, stopped + 1))
+    assert run_dir.finished_steps(folder / "two/checkpoints") == list(range(ALONE, stopped + 1))
 
 
 def test_a_notice_to_one_process_saves_and_stops_both_at_one_step(pair):

@@ -228,7 +228,7 @@ def test_a_file_system_without_locks_is_one_warning(tmp_path, monkeypatch, capsy
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("fcntl.flock", refuse)
+    monkeypatch.setattr("filelock.FileLock.acquire", refuse)
     with run_dir.Lock(tmp_path) as lock:
         lock.take()
     warning = capsys.readouterr().err

@@ -254,16 +254,6 @@ def test_parameters_that_do_not_divide_are_refused(changes, sizes, names):
     refused(lambda: sharding.tree_shardings(boxed, mesh_of(**sizes), DEFAULT_RULES), *names)
 
 
-def test_matrices_split_inside_of_a_tile_give_advice():
-    boxed = boxed_params(families.make({"width": 32, "vocab_multiple": 64}))
-    for shards, is_torn in ((8, True), (2, False)):
-        layout = sharding.tree_shardings(boxed, mesh_of(fsdp=shards, data=-1), DEFAULT_RULES)
-        shapes = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), nn.unbox(boxed), layout
-        )
-        assert bool(sharding.torn_tiles(shapes)) == is_torn
-
-
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_padding_of_the_vocabulary_changes_nothing(tied):
     """Initial values, logits and costs are those of the model without padding."""

@@ -1,23 +1,27 @@
 """The train step and the loop: non-finite steps, meshes, resuming, evaluation, logs."""
 
 import copy
-import json
 import shutil
 import time
+from types import SimpleNamespace
 
 import devices
 import families
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import run_files
+from refusals import refused
 
 from efx import models
+from efx.checkpoint import Checkpointer
 from efx.configs import common
 from efx.logging import read_metrics
 from efx.parallel import sharding
+from efx.run_dir import finished_steps
 from efx.sampling import TextSampler
-from efx.train import optim, run_log, setup, trainer
+from efx.train import memory, optim, run_log, setup, trainer
 from efx.train import step as step_lib
 from efx.train.evaluator import Evaluator
 
@@ -253,6 +257,44 @@ def test_a_failing_evaluation_costs_no_step(text, tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step_00000001.txt"]
 
 
+def test_running_out_of_memory_is_one_line_with_the_settings_to_lower():
+    def too_large():
+        with memory.exhaustion_as_usage_error("training", "lower config.data.batch_size=8"):
+            jax.block_until_ready(jax.jit(lambda: jnp.zeros((2**23, 2**23)) + 1.0)())
+
+    refused(too_large, "training ran out of memory", "; lower config.data.batch_size=8")
+
+
+def test_checkpoints_by_time_are_saved_at_logged_steps_and_kept_by_the_same_rules(
+    text, tmp_path, monkeypatch
+):
+    """A step takes a minute of this clock, and a save is due after three."""
+    config = tiny(text, **SHALLOW, **{"steps": 9, "log.every": 2, "evaluate.every": 2})
+    common.apply(config, {"checkpoint.every": 0, "checkpoint.minutes": 3.0})
+    common.apply(config, {"checkpoint.keep_last": 2, "checkpoint.keep_best": 1})
+    saved, save, push, clock = [], Checkpointer.save, run_log.RunLog.push, [0.0]
+
+    def push_and_wait(self, step, metrics):
+        clock[0] += 60
+        push(self, step, metrics)
+
+    def save_and_record(self, step, *arguments):
+        saved.append(step)
+        save(self, step, *arguments)
+
+    def evaluate(self, params, variables):
+        return {"eval/loss": float(clock[0] != 240), "eval/split_fraction": 1.0}
+
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(run_log.RunLog, "push", push_and_wait)
+    monkeypatch.setattr(Checkpointer, "save", save_and_record)
+    monkeypatch.setattr(Evaluator, "__call__", evaluate)
+    with devices.only(1):
+        trainer.train_and_evaluate(config, tmp_path)
+    assert saved == [4, 8, 9]
+    assert finished_steps(tmp_path / "checkpoints") == [4, 8, 9]  # 4 is the best
+
+
 def test_a_run_beyond_the_given_steps_is_not_changed(text, tmp_path, capsys):
     def files():
         return [(tmp_path / name).read_bytes() for name in ("config.json", "run.json")]
@@ -322,8 +364,6 @@ def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys, monk
     out = capsys.readouterr().out
     assert f"({rows[-1]['epochs']:.3g} epochs)" in out and "finished" in out
     assert "config.data.eval_fraction" in out  # the line on few held-out tokens
-    record = json.loads((tmp_path / "run/run.json").read_text())["launches"][0]
-    assert [choice["kernel"] for choice in record["attention"]] == ["xla"]
 
 
 def losses_of_repeats(config, workdir):

@@ -1,9 +1,38 @@
 """Helpers for tests of studies: runs trained or made up, and the error line of a command."""
 
+import types
+
 import pytest
 
 from efx import main, run_dir
 from efx.logging import MetricsWriter
+
+
+class RunHere:
+    """Replaces a process of `efx.main`: runs the command in this one."""
+
+    def __init__(self, command, **options):
+        self.returncode = main.main(["efx", *command[3:]])
+
+    def poll(self):
+        return self.returncode
+
+
+def make_runs_here(patch):
+    """Let studies make their runs in this process; returns the list of Runs that were made."""
+    from efx.studies import runs
+
+    made, start = [], runs.start
+
+    def start_and_record(run, cpus):
+        made.append(run)
+        return start(run, cpus)
+
+    patch.setattr(runs, "start", start_and_record)
+    patch.setattr(runs, "_split_cpus", lambda jobs: [set()] * jobs)
+    processes = types.SimpleNamespace(Popen=RunHere, STDOUT=None)
+    patch.setattr(runs, "subprocess", processes)
+    return made
 
 
 def train(root, workdir, config, *settings):

@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("pandas", reason="the extra `studies` is not installed")
 
 from benchmarks import accelerator, common, fuzz, step
-from efx.studies import results
+from efx.logging import tables
 
 
 def test_models_take_turns_and_ratios_are_of_medians():
@@ -32,7 +32,7 @@ def test_the_accelerator_benchmark_at_a_tiny_size(tmp_path, one_device, capsys):
     out = tmp_path / "table.csv"
     parts = ["matmul", "attention", "mod", "latent"]
     assert accelerator.main(["--smoke", "--rounds=1", f"--out={out}", "--parts", *parts]) == 0
-    table = results.read("table", tmp_path)[0].set_index("name")
+    table = tables.read_csv(out)[0].set_index("name")
     assert table.flops_ratio["350M MoD"] < 1 and table.error.max() < accelerator.TOLERANCE
     assert "# command: python -m benchmarks.accelerator" in out.read_text()
 

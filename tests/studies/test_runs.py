@@ -1,7 +1,6 @@
 """Runs of studies: checks before the first one, processes, signals; and sweeps over them."""
 
 import math
-import os
 import shutil
 import signal
 import subprocess
@@ -10,17 +9,15 @@ import time
 
 import pytest
 from refusals import refused
-from study_helpers import error_line, logged_run
+from study_helpers import error_line, logged_run, make_runs_here
 
 pytest.importorskip("pandas", reason="the extra `studies` is not installed")
 
 import numpy as np
 import pandas as pd
 
-from efx import main
 from efx.composition import calm, cbtm, cbtm_table, phatgoose
 from efx.logging import tables
-from efx.parallel import signals
 from efx.studies import conversion, coord_check, isoflop, statistics, sweep
 from efx.studies import runs as runs_lib
 
@@ -41,19 +38,7 @@ def here(root, monkeypatch):
 
 @pytest.fixture
 def started(monkeypatch):
-    """The names of the runs that were made, each in this process."""
-    names, start = [], runs_lib.start
-
-    def start_and_record(run, cpus, processes):
-        names.append(run.name)
-        start(run, cpus, processes)
-
-    def run_here(self, command, environment=None, output=None):
-        return main.main(["efx", *command[3:]])
-
-    monkeypatch.setattr(runs_lib, "start", start_and_record)
-    monkeypatch.setattr(runs_lib.Processes, "run", run_here)
-    return names
+    return make_runs_here(monkeypatch)
 
 
 def test_a_sweep_from_runs_to_table(tmp_path, started, one_device):
@@ -61,7 +46,12 @@ def test_a_sweep_from_runs_to_table(tmp_path, started, one_device):
     path.write_text(SWEEP.replace("STEPS", "3"))
     argv = [f"--sweep={path}", f"--workdir={workdir}"]
     assert sweep.main(argv) == 0
-    assert started == ["MoD, seed 0", "dense, seed 0", "MoD, seed 1", "dense, seed 1"]
+    assert [run.name for run in started] == [
+        "MoD, seed 0",
+        "dense, seed 0",
+        "MoD, seed 1",
+        "dense, seed 1",
+    ]
     table = pd.read_csv(workdir / "table.csv")
     flops = table.groupby("name")["training FLOPs"].mean()
     assert abs(flops["dense"] / flops["MoD"] - 1) < 0.5  # of three steps
@@ -127,17 +117,22 @@ def depth_table(losses):
         for seed, loss in enumerate(values)
     ]
     sweep_file = {"columns": {}, "depth": ("half", "full")}
-    _, text = sweep.table_of(pd.DataFrame(rows), sweep_file)
-    return text, {row.split(" | ")[0].strip("| "): row for row in text.splitlines() if "|" in row}
+    per_run, text = sweep.table_of(pd.DataFrame(rows), sweep_file)
+    lines = [line for line in text.splitlines() if "|" in line]
+    return per_run, text, {line.split(" | ")[0].strip("| "): line for line in lines}
 
 
-def test_the_price_of_depth_is_shown_where_depth_pays():
+def test_the_price_of_depth_is_shown_where_depth_pays(tmp_path):
     losses = {"half": [3.0, 3.01, 2.99], "routed": [2.9, 2.91, 2.89], "full": [2.6, 2.61, 2.59]}
-    text, rows = depth_table(losses)
+    per_run, text, rows = depth_table(losses)
     assert "depth does not pay" not in text
     # By hand: R = 0.1 / 0.4, and C = 1 FLOP of 2.
     assert "| 0.25 (" in rows["routed"] and rows["routed"].endswith("| 0.50 |")
-    text, rows = depth_table(losses | {"full": [3.01, 2.98, 3.0]})
+    price = sweep.price_of_depth(per_run, "half", "full")
+    assert price.gain.routed == pytest.approx(0.1) and price.cost.routed == 0.5
+    sweep.draw_price(price, "half", "full", tmp_path / "price.png")
+    assert (tmp_path / "price.png").stat().st_size > 10_000
+    _, text, rows = depth_table(losses | {"full": [3.01, 2.98, 3.0]})
     assert "depth does not pay" in text and rows["routed"].endswith("|  | 0.50 |")
 
 
@@ -174,14 +169,6 @@ def test_a_diverged_run_has_no_best_loss(losses, least, tmp_path, monkeypatch):
     monkeypatch.setattr(runs_lib, "is_finished", lambda run: True)
     (result,) = runs_lib.results([runs_lib.Run("a", folder, ())]).to_dict("records")
     assert result["min:eval/loss"] == least or (least is None and pd.isna(result["min:eval/loss"]))
-
-
-def test_table_only_trains_nothing(tmp_path, capsys, started):
-    path = tmp_path / "sweep.py"
-    path.write_text(SWEEP.replace("STEPS", "3"))
-    assert sweep.main([f"--sweep={path}", f"--workdir={tmp_path}/w", "--table-only"]) == 2
-    error_line(capsys, "'MoD, seed 0'")
-    assert not started
 
 
 @pytest.mark.parametrize("runs, name", [
@@ -256,9 +243,6 @@ def save(number, frame):
     sys.exit(0)
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, save)
-sys.path.insert(0, os.getcwd())
-from efx.parallel.signals import end_with_starter
-end_with_starter()
 mark.write_text("runs")
 time.sleep(60)
 """
@@ -309,12 +293,6 @@ def test_a_signal_to_a_study_ends_its_runs(study_process, tmp_path):
     assert lines.count("\n") == 1
 
 
-def test_a_study_that_is_killed_leaves_no_run_behind(study_process, tmp_path):
-    study_process.kill()
-    study_process.wait()
-    wait_until(lambda: marks(tmp_path) == ["saved by SIGTERM"] * 2)
-
-
 def test_a_failed_run_ends_the_study_and_names_its_log(tmp_path, monkeypatch):
     program = tmp_path / "fails"
     program.write_text("#!/bin/sh\necho reason; exit 9\n")
@@ -324,18 +302,3 @@ def test_a_failed_run_ends_the_study_and_names_its_log(tmp_path, monkeypatch):
     refused(lambda: runs_lib.run_all(runs, 2), "status 9", ".log")
     logs = [path.read_text() for path in tmp_path.glob("*.log")]
     assert 1 <= len(logs) <= 2 and "reason\n" in logs  # the other may have been stopped
-
-
-def test_a_run_ends_when_its_study_has_ended(monkeypatch):
-    reader, writer = os.pipe()
-    monkeypatch.setenv(signals.PARENT_PIPE, str(reader))
-    caught = []
-    before = signal.signal(signal.SIGTERM, lambda *_: caught.append(1))
-    try:
-        assert main.main(["efx", "--help"]) == 0
-        assert signals.PARENT_PIPE not in os.environ and not caught
-        os.close(writer)
-        wait_until(lambda: caught)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        os.close(reader)
