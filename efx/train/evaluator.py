@@ -1,6 +1,7 @@
 """Held-out loss, in nats and in bits per byte, for each selection of routed tokens."""
 
 import dataclasses
+import re
 
 import jax
 import numpy as np
@@ -235,10 +236,9 @@ def describe(step, metrics):
     ]
     if others:
         line += f"; loss by other routing: {', '.join(others)}"
-    sets = [name[5:-5] for name in metrics if name.startswith("eval/") and name.endswith("/loss")]
-    if sets:
-        values = (f"{name} {metrics[f'eval/{name}/loss']:.4f}" for name in sets)
-        line += f"; sets: {', '.join(values)}"
+    if sets := [name for name in metrics if re.fullmatch("eval/.+/loss", name)]:
+        values = (f"{name.split('/')[1]} {metrics[name]:.4f}" for name in sets)
+        line += f"; held-out sets: {', '.join(values)}"
     if "eval/repeated/gain" in metrics:
         line += f"; repeats gain {metrics['eval/repeated/gain']:.2f} nats"
     return line
