@@ -47,7 +47,7 @@ def split_documents(config_data):
     texts = Texts(config_data)
     token_splits = texts.token_splits(ByteTokenizer())
     component_of, documents = {}, {"train": [], "eval": []}
-    for text in [*texts.parts.values(), *texts.sets.values()]:
+    for text in texts.all():
         for document in text.source.documents():
             component_of[sources.document_digest(document.data)] = document.component
     for split, found in documents.items():

@@ -137,6 +137,8 @@ def _checked_names(value, where, content):
     if not hasattr(value, "items") or not value:
         raise UsageError(f"{where}={value!r}: must be a dict of names, each with {content}")
     for name in value:
+        if isinstance(value[name], str) != (content == "a source"):
+            raise UsageError(f"{where}.{name}={value[name]!r}: must be {content}")
         if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name):
             raise UsageError(f"{where}: the name {name!r} must be of letters, digits, _ and -")
     return dict(value.items())
@@ -144,32 +146,30 @@ def _checked_names(value, where, content):
 
 def _checked_mixture(value, where):
     """{name: (source, ((step, weight), ...))}, or ()."""
-    parts, form = _checked_names(value, where, "(source, weight)"), "must be (source, weight)"
+    parts = _checked_names(value, where, "(source, weight)")
     for name in parts:
-        part, key = parts[name], f"{where}.{name}"
-        if not isinstance(part, (tuple, list)) or len(part) != 2:
-            raise UsageError(f"{key}={part!r}: {form}")
-        spec, weights = part
-        if not isinstance(weights, (tuple, list)):
-            weights = ((0, weights),)
-        try:
-            schedule = tuple(
-                (converted(Natural, s, key), converted(NonNegative, w, key)) for s, w in weights
-            )
-        except (TypeError, ValueError):
-            schedule = ()
-        steps = [step for step, _ in schedule]
-        if not isinstance(spec, str) or not steps or steps[0] or steps != sorted(set(steps)):
-            raise UsageError(
-                f"{key}={part!r}: {form}; a weight is a number of at least 0, or ((0, weight), "
-                "(step, weight), ...) in the order of the steps"
-            )
-        parts[name] = (spec, schedule)
+        parts[name] = _checked_part(parts[name], f"{where}.{name}")
     schedules = [schedule for _, schedule in dict(parts).values()]
     for step in sorted({step for schedule in schedules for step, _ in schedule}):
         if not any([w for start, w in schedule if start <= step][-1] for schedule in schedules):
             raise UsageError(f"{where}: all weights are 0 from step {step} on; raise one of them")
     return parts
+
+
+def _checked_part(part, where):
+    """(source, ((step, weight), ...)) of a part of a mixture."""
+    if len(part) != 2:
+        raise UsageError(f"{where}={part!r}: must be (source, weight)")
+    weights = part[1] if isinstance(part[1], (tuple, list)) else ((0, part[1]),)
+    weights = converted(tuple[tuple[NonNegative, ...], ...], weights, f"{where}: weights")
+    steps = [pair[0] for pair in weights if len(pair) == 2 and pair[0] == int(pair[0])]
+    if len(steps) < len(weights) or steps[:1] != [0] or steps != sorted(set(steps)):
+        raise UsageError(
+            f"{where}={part!r}: weights that change must be ((0, weight), (step, weight), ...), "
+            "in the order of the steps"
+        )
+    schedule = tuple((int(step), weight) for step, weight in weights)
+    return converted(str, part[0], f"{where}: source"), schedule
 
 
 @block("config.init")

@@ -333,10 +333,7 @@ class Subset:
         is_listed = np.isin(documents.digests, listed)[documents.row]
         sides.train &= is_listed
         found = {digest.tobytes().hex() for digest in documents.digests[documents.row[sides.train]]}
-        parts = {
-            part: document_digest(content(*part)).hex()
-            for part in sides.train_parts
-        }
+        parts = {part: document_digest(content(*part)).hex() for part in sides.train_parts}
         sides.train_parts = [part for part in parts if parts[part] in self.digests]
         if missing := len(self.digests - found - set(parts.values())):
             raise UsageError(

@@ -8,7 +8,7 @@ import numpy as np
 
 from efx.config.run import DataConfig
 from efx.config.schema import make
-from efx.data import held_out, prepare, sources, tokenizers
+from efx.data import held_out, sources, tokenise, tokenizers
 from efx.data.batches import SPLIT_NAMES, Data, check_length
 from efx.data.disk_cache import cache_root, content_key, remember
 from efx.data.shards import CUT, NO_TEXT, TokenShards, joined
@@ -103,7 +103,7 @@ class Text:
 
     @functools.cached_property
     def _source_rows(self):
-        return prepare.rows_of(self.source)
+        return tokenise.rows_of(self.source)
 
     def rows(self):
         """ROW[n]; without tokens before the text is prepared."""
@@ -119,12 +119,19 @@ class Text:
             return self.shards.content(row, begin, end)
         return next(itertools.islice(self.source.documents(), row, None)).data[begin:end]
 
-    def prepare(self, tokenizer, root):
-        """Tokenise the text, unless it is done."""
+    def prepare(self, tokenizer, root, shard=(1, 1)):
+        """Tokenise the text, unless it is done; False if other machines have parts left.
+
+        Args:
+          shard: see `tokenise.prepare`.
+        """
         if self.shards is None:
-            folder = prepare.prepare(self.source, tokenizer, root)
+            folder = tokenise.prepare(self.source, tokenizer, root, shard)
+            if folder is None:
+                return False
             self.shards = TokenShards(self.name, folder, root)
         self.shards.tokenizer = tokenizer
+        return True
 
 
 class Texts:
@@ -172,6 +179,10 @@ class Texts:
         for name, part in self.record["train"].items():
             part |= self._recorded_split(name)
         self.subset = held_out.Subset.load(c.subset) if self.parts and c.subset else None
+
+    def all(self):
+        """List of the texts that were opened."""
+        return [*self.parts.values(), *self.sets.values()]
 
     def _refuse_changes(self):
         """UsageError if a text is not the one that the run recorded."""
@@ -229,7 +240,7 @@ class Texts:
 
     # ---- what is trained on ----------------------------------------------------------------------
 
-    def _sides(self, name, withheld, copies=()):
+    def _sides(self, name, withheld=(), copies=()):
         """The `held_out.Sides` of a part; its held-out text is chosen if that is not done yet."""
         c, part, record = self._c, self.parts[name], self.record["train"][name]
         arguments = part.name, part.rows(), part.content, part.is_evaluation()
@@ -240,13 +251,13 @@ class Texts:
 
     def _training_sides(self):
         """{part: `held_out.Sides`}; the training sides are without all that is held out."""
-        withheld = [held_out.Documents(text.rows()).digests for text in self.sets.values()]
+        sets = [held_out.Documents(text.rows()).digests for text in self.sets.values()]
+        of_parts, found = {}, {}  # digests of the documents that are held out in each part
         for name, part in self.parts.items():
-            if len(self.parts) > 1 and not self._c.eval_source:
-                withheld.append(held_out.held_out_digests(part.rows(), self._sides(name, ())))
-            withheld.append(self._cut_held_out_documents(part))
-        withheld, found = np.concatenate(withheld or [np.empty(0, "V16")]), {}
+            of_parts[name] = held_out.held_out_digests(part.rows(), self._sides(name))
         for name, part in self.parts.items():
+            others = [digests for other, digests in of_parts.items() if other != name]
+            withheld = np.concatenate([*sets, *others, self._cut_held_out_documents(part)])
             sides = self._sides(name, withheld, self._copies(part))
             if sides.dropped:
                 log.info(
@@ -292,7 +303,7 @@ class Texts:
 
     def tokenizer(self, path=None):
         """The tokenizer in the file `path`, or else the one that the config names."""
-        texts, spec = [*self.parts.values(), *self.sets.values()], self._c.tokenizer
+        texts, spec = self.all(), self._c.tokenizer
         if tokens := [text for text in texts if text.source is None]:
             first, *others = (_tokenizer_of_shards(text.shards, spec, path) for text in tokens)
             for text, other in zip(tokens[1:], others, strict=True):
@@ -307,16 +318,19 @@ class Texts:
 
         def training_text():
             for name, sides in self._training_sides().items():
-                yield from prepare.sample(self.parts[name].source, self.parts[name].rows(), sides)
+                yield from tokenise.sample(self.parts[name].source, self.parts[name].rows(), sides)
 
         key = self.record, self._c.split, self._c.eval_fraction, self.subset and self.subset.key
         text_sources = [text.source for text in texts]
-        return prepare.make_tokenizer(spec, text_sources, training_text, key, self._root)
+        return tokenise.make_tokenizer(spec, text_sources, training_text, key, self._root)
+
+    def prepare(self, tokenizer, shard=(1, 1)):
+        """Tokenise all texts; return those of which other machines have parts left."""
+        return [text for text in self.all() if not text.prepare(tokenizer, self._root, shard)]
 
     def token_splits(self, tokenizer):
         """{split: TokenSplit}, see `batches.Data`."""
-        for text in [*self.parts.values(), *self.sets.values()]:
-            text.prepare(tokenizer, self._root)
+        self.prepare(tokenizer)
         splits, heldout = {}, {}
         for name, sides in self._training_sides().items():
             shards = self.parts[name].shards
@@ -362,7 +376,7 @@ def _tokenizer_of_shards(shards, spec, path):
 
 
 def content_of(record, key):
-    """The hash of config.data.source or config.data.eval_source in a `Data.text_record`, or None."""
+    """The hash of a text in a `Data.text_record`, or None; key: "source" or "eval_source"."""
     if key == "source":
         return record["train"].get("", {}).get("content")
     return record["eval"].get("")

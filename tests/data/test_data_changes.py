@@ -10,9 +10,9 @@ import pytest
 from data_helpers import (
     few_examples,
     make_config,
-    split_documents,
     open_data,
     refuse_data,
+    split_documents,
     text_of,
     write_folder,
     write_letters,

@@ -23,9 +23,9 @@ from data_helpers import (
 from refusals import refused
 
 import efx.data
-from efx.data import bpe, sources, tokenizers
-from efx.data.sources import document_digest
+from efx.data import bpe, tokenizers
 from efx.data.held_out import Subset
+from efx.data.sources import document_digest
 
 
 def test_texts_of_a_file_a_folder_and_a_glob(tmp_path):
