@@ -95,17 +95,22 @@ def read_texts(source, tmp_path, **changes):
 def split_documents(texts, method, eval_fraction, decision=None):
     """(decision, {"train" or "eval": bytes of documents and parts of them, in order})."""
     texts = [text for text in texts if text]
-    rows, nothing = rows_of(texts), np.zeros(len(texts), bool)
-    arguments = "documents", rows, lambda row, begin, end: texts[row][begin:end], nothing
-    decision = decision or held_out.choose_held_out(*arguments, method, eval_fraction)
-    sides, found = held_out.split(*arguments, decision), {}
-    for name, mask, parts in (
-        ("train", sides.train, sides.train_parts),
-        ("eval", sides.heldout, sides.heldout_parts),
-    ):
-        pieces = [(row, 0, len(texts[row])) for row in np.flatnonzero(mask).tolist()] + parts
-        found[name] = [texts[row][begin:end] for row, begin, end in sorted(pieces)]
-    return decision, found
+    if not decision and method == "tail":
+        rows = rows_of(texts)
+        decision = held_out.choose_tail("documents", rows, texts.__getitem__, eval_fraction)
+    elif not decision:
+        decision = held_out.choose_documents("documents", rows_of(texts), eval_fraction)
+    part = sources.Part(lambda: (sources.Document("", text) for text in texts), None)
+    source = sources.Source("documents", str, [part]).cut_at({*decision.get("tail", ())})
+    texts = [document.data for document in source.documents()]
+    rows = np.array([shards.text_row(d.data, d.ends) for d in source.documents()], shards.ROW)
+    is_held_out = held_out.held_out_rows("documents", rows, decision, np.zeros(len(rows), bool))
+    found = held_out.held_out_digests(rows, decision, is_held_out)
+    is_trained = ~is_held_out & ~held_out.copies(rows, found)
+    return decision, {
+        "train": list(itertools.compress(texts, is_trained)),
+        "eval": list(itertools.compress(texts, is_held_out)),
+    }
 
 
 def token_ids(data, split):

@@ -7,8 +7,6 @@ WORKDIR/clusters then holds the clustering, the training documents of each clust
 and `config.seed`.
 """
 
-import dataclasses
-
 import jax
 import numpy as np
 import pandas as pd
@@ -22,7 +20,6 @@ from efx.data import sources
 from efx.data.disk_cache import content_key
 from efx.data.held_out import Subset
 from efx.data.texts import Texts
-from efx.data.tokenizers import ByteTokenizer
 from efx.errors import UsageError
 from efx.logging import tables
 
@@ -42,21 +39,16 @@ def split_documents(config_data):
             f"config.data.split={config_data.split!r}: clustering needs whole documents; "
             "use config.data.split=documents"
         )
-    # Each byte is a token, whatever the tokenizer of the experts.
-    config_data = dataclasses.replace(config_data, tokenizer="bytes", packing=False, seq_len=1)
     texts = Texts(config_data)
-    token_splits = texts.token_splits(ByteTokenizer())
     component_of, documents = {}, {"train": [], "eval": []}
     for text in texts.all():
         for document in text.source.documents():
             component_of[sources.document_digest(document.data)] = document.component
-    for split, found in documents.items():
-        tokens = token_splits[split]
-        for start, stop in tokens.documents(ByteTokenizer.eot):
-            data = ByteTokenizer().decode_bytes(tokens.stream.windows([start], stop - start)[0])
+    for split, found in texts.documents().items():
+        for data in found:
             # A document that held-out text was cut out of is of no component.
             component = component_of.get(sources.document_digest(data), "")
-            found.append(sources.Document("", data, component=component))
+            documents[split].append(sources.Document("", data, component=component))
     train = {sources.document_digest(document.data): document for document in documents["train"]}
     key = content_key(texts.record, texts.subset and texts.subset.key)
     return list(train.values()), documents["eval"], key

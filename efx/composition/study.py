@@ -124,14 +124,12 @@ class Study:
 
     def write_mixture(self):
         """Write the file of the mixture, unless it has this text already."""
-        from efx.data.texts import load
+        from efx.data.texts import Texts
 
         path, texts = self.folder / "mixture.txt", []
         for name in self.mixed:
-            data = load(self.runs[name].config().data, seed=0)
-            spans = data.documents("train")
-            documents = (data.tokens("train", *span) for span in spans)
-            texts.append(b"".join(map(data.tokenizer.decode_bytes, documents)))
+            documents = Texts(self.runs[name].config().data).documents()
+            texts.append(b"".join(documents["train"]))
         text = interleaved(texts).decode(errors="replace")
         if not path.exists() or path.read_bytes() != text.encode():
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -190,8 +190,15 @@ def train_bpe(texts, vocab_size):
         show_progress=False,
     )
 
-    chunks = itertools.chain.from_iterable(map(_chunks, texts))
-    inner.train_from_iterator(chunks, trainer)
+    def chunks():
+        has_long = False
+        for chunk in itertools.chain.from_iterable(map(_chunks, texts)):
+            # The library needs hundreds of bytes for each one of a word of such a length.
+            if len(chunk) < _LONGEST or not has_long:
+                yield chunk
+            has_long |= len(chunk) == _LONGEST
+
+    inner.train_from_iterator(chunks(), trainer)
     return LibraryTokenizer(inner.to_str())
 
 

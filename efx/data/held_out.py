@@ -3,30 +3,27 @@
 A changed text would be split elsewhere and held-out text would be trained on, so a run records the
 decision as plain data:
 
-    {"bytes": [from, to], "sum": hash of these bytes}    split="tail" (of tokens alone: their ids)
-    {"documents": [hash of each document]}               split="documents"
-    {"shards": hash}                                     shards for evaluation
+    {"tail": [from, to], "sum": hash of this text,    split="tail": bytes, of shards their ids
+     "first": hash of the document it begins in}
+    {"documents": [hash of each document]}            split="documents"
+    {"shards": hash}                                  shards for evaluation
 
-It holds for every text that still has these bytes in this place, or these documents. Documents that
+It holds for every text that still has this text in this place, or these documents. Documents that
 are exactly equal to a held-out one, or to one of which a part is held out, are not trained on.
 
-Functions take the ROWs of a text (`shards.ROW`), and `content`: a function of a row, a first and a
-last-plus-one byte that returns these bytes (or their ids).
+All functions take the ROWs of a text, see `shards`.
 """
 
-import dataclasses
-import itertools
 import json
 
 import numpy as np
 
 from efx import io
 from efx.data.disk_cache import content_key
-from efx.data.shards import ENDS, LOST, NO_TEXT
+from efx.data.shards import ENDS, NO_TEXT
 from efx.data.sources import document_digest
 from efx.errors import UsageError
 
-VERSION = 3  # raise it when the same text is split elsewhere
 # Bytes of a held-out document that is also cut out of longer ones: shorter texts are in other
 # documents by chance, and longer ones would not fit into memory.
 CUT_OUT_BYTES = range(64, 1 << 26)
@@ -52,24 +49,46 @@ class Documents:
             self.digests[number] = np.void(document_digest(pieces.tobytes()))
 
 
-def choose_held_out(name, rows, content, is_evaluation, method, eval_fraction):
-    """Decide the held-out part of a text.
+def choose_tail(name, rows, content, eval_fraction):
+    """Train on the first int((1 - eval_fraction) * n) of n characters, hold out the others.
 
     Args:
       name: of the text, for messages.
-      is_evaluation: bool[n], rows that shards for evaluation hold; then nothing else is held out.
-      method: "tail": the first int((1 - eval_fraction) * n) of all n characters are for training;
-        "documents": whole documents are held out, in the order of their hashes, until their bytes
-        come nearest to eval_fraction of all. Documents with the same text are on the same side.
+      content: function from the number of a row to its bytes, or to its ids.
 
     Returns:
       The decision, see above.
     """
-    if is_evaluation.any():
-        return {"shards": document_digest(rows["digest"][is_evaluation].tobytes()).hex()}
-    if method == "tail":
-        start, stop = _tail(name, rows, content, eval_fraction), int(rows["bytes"].sum())
-        return {"bytes": [start, stop], "sum": _digest_between(rows, content, start, stop)}
+    counts, ends = np.cumsum(rows["characters"]), np.cumsum(rows["bytes"])
+    total = int(rows["characters"].sum())
+    remaining = int((1 - eval_fraction) * total)
+    if not 0 < remaining < total:
+        raise UsageError(
+            f"config.data.eval_fraction={eval_fraction}: a split of {name} ({total} characters) "
+            "is empty; use another fraction or a longer text"
+        )
+    row, digest = int(np.searchsorted(counts, remaining)), b""
+    start, remaining = int(ends[row]), remaining - int(counts[row])  # characters before the end
+    if remaining:
+        data = content(row)
+        offset = len(data) + remaining
+        if isinstance(data, bytes):
+            begins = (np.frombuffer(data, np.uint8) & 0xC0) != 0x80
+            offset = int(np.flatnonzero(begins)[remaining])
+        start += offset - len(data)
+        digest = document_digest(data[offset:])
+    digests = digest + rows["digest"][row + 1 :].tobytes()
+    documents = Documents(rows)
+    return {
+        "tail": [start, int(ends[-1])],
+        "sum": document_digest(digests).hex(),
+        "first": documents.digests[documents.row[row]].tobytes().hex() if digest else "",
+    }
+
+
+def choose_documents(name, rows, eval_fraction):
+    """Hold out whole documents, in the order of their hashes, until their bytes come nearest to
+    eval_fraction of all. Documents with the same text are on the same side."""
     documents = Documents(rows)
     digests, number = np.unique(documents.digests, return_inverse=True)
     if np.any(rows["flags"] & NO_TEXT) or len(digests) < 2:
@@ -78,8 +97,7 @@ def choose_held_out(name, rows, content, is_evaluation, method, eval_fraction):
             "least 2 with text are needed; use config.data.split=tail, or cut documents with "
             "config.data.document_bytes"
         )
-    sizes = np.bincount(number, documents.sizes).astype(np.int64)
-    picked = _pick(sizes, eval_fraction)
+    picked = _pick(np.bincount(number, documents.sizes).astype(np.int64), eval_fraction)
     return {"documents": [digests[i].tobytes().hex() for i in picked]}
 
 
@@ -101,128 +119,57 @@ def _pick(sizes, eval_fraction):
     return picked or [int(np.argmin(sizes))]
 
 
-def _tail(name, rows, content, eval_fraction):
-    """The first held-out byte."""
-    counts = np.cumsum(rows["characters"])
-    total = int(rows["characters"].sum())
-    remaining = int((1 - eval_fraction) * total)
-    if not 0 < remaining < total:
-        raise UsageError(
-            f"config.data.eval_fraction={eval_fraction}: a split of {name} ({total} characters) "
-            "is empty; use another fraction or a longer text"
-        )
-    row = int(np.searchsorted(counts, remaining))
-    offset = int(rows["bytes"][:row].sum())
-    remaining -= int(counts[row] - rows["characters"][row])
-    if remaining == rows["characters"][row]:
-        return offset + int(rows["bytes"][row])
-    size = int(rows["bytes"][row])
-    if rows["flags"][row] & (LOST | NO_TEXT):
-        return offset + size * remaining // int(rows["characters"][row])
-    begins = (np.frombuffer(content(row, 0, size), np.uint8) & 0xC0) != 0x80
-    return offset + int(np.flatnonzero(begins)[remaining])
+def choose_shards(rows, is_evaluation):
+    """Hold out the shards for evaluation; is_evaluation: bool[n]."""
+    return {"shards": document_digest(rows["digest"][is_evaluation].tobytes()).hex()}
 
 
-def _rows_between(rows, start, stop):
-    """The rows of the bytes start..stop-1 of a text: (slice of those that lie in them as a whole,
-    list of (row, first and last-plus-one byte) of the others)."""
+def is_between(rows, start, stop):
+    """bool[n]: the rows that lie in the bytes start..stop-1 of a text."""
     ends = np.cumsum(rows["bytes"])
-    begins = ends - rows["bytes"]
-    whole = slice(int(np.searchsorted(begins, start)), int(np.searchsorted(ends, stop, "right")))
-    parts = []
-    for row in sorted({whole.start - 1, whole.stop}):
-        if 0 <= row < len(rows):
-            edges = [
-                int(np.clip(edge, begins[row], ends[row]) - begins[row]) for edge in (start, stop)
-            ]
-            if edges[0] < edges[1]:
-                parts.append((row, *edges))
-    return whole, parts
+    return (ends - rows["bytes"] >= start) & (ends <= stop)
 
 
-def _digest_between(rows, content, start, stop):
-    """Hash of the bytes start..stop-1 of a text."""
-    whole, parts = _rows_between(rows, start, stop)
-    before, after = b"", b""
-    for row, begin, end in parts:
-        digest = document_digest(content(row, begin, end))
-        before, after = (digest, after) if row < whole.start else (before, digest)
-    return document_digest(before + rows["digest"][whole].tobytes() + after).hex()
-
-
-@dataclasses.dataclass
-class Sides:
-    """The two sides of a text: whole rows and parts of rows.
-
-    Attributes:
-      train, heldout: bool[n], whole rows.
-      train_parts, heldout_parts: lists of (row, first and last-plus-one byte).
-      dropped: number of documents and parts of them on neither side.
-    """
-
-    train: np.ndarray
-    heldout: np.ndarray
-    train_parts: list
-    heldout_parts: list
-    dropped: int
-
-
-def split(name, rows, content, is_evaluation, decision, withheld=(), cut_out=()):
-    """The `Sides` of a text.
+def held_out_rows(name, rows, decision, is_evaluation):
+    """bool[n]: the rows that are held out.
 
     Args:
-      is_evaluation: bool[n], rows that shards for evaluation hold.
-      decision: see above; None: everything else is for training.
-      withheld: V16 array, digests of documents that are not trained on either.
-      cut_out: list of (first and last-plus-one byte) that are not trained on either.
+      rows: cut at both ends of the tail, if there is one.
+      decision: see above; None: everything but shards for evaluation is for training.
 
     Raises:
       UsageError: the text that was held out is no longer there unchanged.
     """
-    documents, heldout, heldout_parts = Documents(rows), is_evaluation.copy(), []
-    if decision and "bytes" in decision:
-        start, stop = decision["bytes"]
-        if _digest_between(rows, content, start, stop) != decision["sum"]:
-            _refuse_changed(name, f"its held-out bytes {start} to {stop} have changed")
-        whole, heldout_parts = _rows_between(rows, start, stop)
-        heldout[whole] = True
-        cut_out = [*cut_out, (start, stop)]
-    elif decision and "documents" in decision:
+    decision = decision or {}
+    if "tail" in decision:
+        is_held_out = is_between(rows, *decision["tail"])
+        if document_digest(rows["digest"][is_held_out].tobytes()).hex() != decision["sum"]:
+            start, stop = decision["tail"]
+            _refuse_changed(name, f"its held-out text from {start} to {stop} has changed")
+        return is_held_out | is_evaluation
+    if "documents" in decision:
+        documents = Documents(rows)
         digests = np.frombuffer(bytes.fromhex("".join(decision["documents"])), "V16")
         if missing := len(digests) - int(np.isin(digests, documents.digests).sum()):
             problem = f"{missing} of its {len(digests)} held-out documents were removed or changed"
             _refuse_changed(name, f"{problem} in length")
-        heldout = np.isin(documents.digests, digests)[documents.row]
-    elif decision and choose_held_out(name, rows, content, is_evaluation, "tail", 0.5) != decision:
+        return np.isin(documents.digests, digests)[documents.row]
+    if decision and choose_shards(rows, is_evaluation) != decision:
         _refuse_changed(name, "the evaluation shards have changed")
-    touched = np.append(documents.row[heldout], [documents.row[row] for row, *_ in heldout_parts])
-    touched = np.unique(touched.astype(int))
-    is_copy = np.isin(documents.digests, documents.digests[touched])
-    is_copy[touched] = False
-    is_copy |= np.isin(documents.digests, np.array(withheld, "V16"))
-    train = ~(heldout | is_copy[documents.row])
-    cuts, dropped = {}, int(is_copy.sum()) + len(cut_out) - bool(decision and "bytes" in decision)
-    for start, stop in cut_out:
-        whole, parts = _rows_between(rows, start, stop)
-        train[whole] = False
-        for row, begin, end in parts:
-            cuts.setdefault(row, []).append((begin, end))
-    train_parts = []
-    for row in cuts:
-        if train[row]:
-            edges = [0, *itertools.chain.from_iterable(sorted(cuts[row])), int(rows["bytes"][row])]
-            parts = zip(edges[::2], edges[1::2], strict=True)
-            train_parts += [(row, begin, end) for begin, end in parts if begin < end]
-            train[row] = False
-    return Sides(train, heldout, train_parts, heldout_parts, dropped)
+    return is_evaluation
 
 
-def held_out_digests(rows, sides):
+def held_out_digests(rows, decision, is_held_out):
     """V16 array: digests of the documents of which at least a part is held out."""
-    documents, parts = Documents(rows), [row for row, *_ in sides.heldout_parts]
-    return documents.digests[
-        documents.row[np.append(np.flatnonzero(sides.heldout), parts).astype(int)]
-    ]
+    documents = Documents(rows)
+    first = np.frombuffer(bytes.fromhex((decision or {}).get("first", "")), "V16")
+    return np.concatenate([documents.digests[documents.row[is_held_out]], first])
+
+
+def copies(rows, digests):
+    """bool[n]: the rows of documents with one of the V16 `digests`."""
+    documents = Documents(rows)
+    return np.isin(documents.digests, digests)[documents.row]
 
 
 def _refuse_changed(name, problem):
@@ -322,22 +269,22 @@ class Subset:
             ) from error
         return subset
 
-    def select(self, rows, content, sides):
-        """Leave only listed documents, and listed parts of documents, on the training side.
+    def select(self, rows, is_trained):
+        """bool[n]: the rows of listed documents.
+
+        Args:
+          is_trained: bool[n], rows that may be trained on.
 
         Raises:
           UsageError: a listed document is not there.
         """
         documents = Documents(rows)
         listed = np.frombuffer(bytes.fromhex("".join(sorted(self.digests))), "V16")
-        is_listed = np.isin(documents.digests, listed)[documents.row]
-        sides.train &= is_listed
-        found = {digest.tobytes().hex() for digest in documents.digests[documents.row[sides.train]]}
-        parts = {part: document_digest(content(*part)).hex() for part in sides.train_parts}
-        sides.train_parts = [part for part in parts if parts[part] in self.digests]
-        if missing := len(self.digests - found - set(parts.values())):
+        found = np.unique(documents.digests[documents.row[is_trained]])
+        if missing := len(listed) - int(np.isin(listed, found).sum()):
             raise UsageError(
                 f"config.data.subset: {missing} of its {len(self.digests)} documents are "
                 "not training documents here; use the config.data settings of its clustering, "
                 "or run --mode=cluster again"
             )
+        return is_trained & copies(rows, listed)

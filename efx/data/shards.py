@@ -24,7 +24,6 @@ import functools
 import json
 import os
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -319,15 +318,14 @@ class TokenShards:
       name: the setting and its value, for messages.
       where: folder or pattern, on a disk or in an object store.
       root: cache folder.
-      max_bytes: limit of the shards that are not for evaluation, 0 for none.
 
     Attributes:
       rows: ROW[n] of all documents, in order; of shards of other projects, each is one row.
       tokenizer: the one that made them, None if it is unknown. `select` needs one.
-      is_cut: whether max_bytes left out tokens, or text when they were made.
+      is_cut: whether config.data.max_bytes left out text when they were made.
     """
 
-    def __init__(self, name, where, root, max_bytes=0):
+    def __init__(self, name, where, root):
         self.name, self._root = name, root
         path = Path(os.path.expanduser(where))
         is_folder = path.is_dir() or io.is_remote(where)
@@ -348,33 +346,19 @@ class TokenShards:
                     f"{name}: {shard.path} has {size} bytes, not those of {shard.count} tokens: it "
                     "may be truncated"
                 )
-        kept = self._limited(shards, max_bytes)
-        self.is_cut = sum(s.count for s in kept) < sum(s.count for s in shards)
-        self.is_cut |= bool(self._meta and self._meta["is_cut"])
         # A copy of a shard, or a link to one, is left out.
-        distinct, digests = {}, file_digests(root, [shard.path for shard in kept])
-        for shard, digest in zip(kept, digests, strict=True):
+        shards = [shard for shard in shards if shard.count]
+        distinct, digests = {}, file_digests(root, [shard.path for shard in shards])
+        for shard, digest in zip(shards, digests, strict=True):
             distinct.setdefault((shard.split, digest), shard)
         self._shards, self._digests = list(distinct.values()), [key[1] for key in distinct]
         if not self._shards:
             raise UsageError(f"{name}: the shards have no tokens")
         self.stream = Stream([shard.ids for shard in self._shards])
         self.rows = self._read_rows() if self._meta else self._rows_of_shards()
-        self._first = np.cumsum(self.rows["stored"]) - self.rows["stored"]
+        self.is_cut = bool(self._meta and self._meta["is_cut"])
         stored = self.folder / "tokenizer.json"
         self.tokenizer = load_tokenizer(stored) if stored.exists() else None
-
-    def _limited(self, shards, max_bytes):
-        """The shards that have tokens, cut after `max_bytes` bytes of training tokens."""
-        kept, remaining = [], max_bytes or sys.maxsize
-        for shard in shards:
-            if shard.split != "eval":
-                count = min(shard.count, remaining // shard.dtype.itemsize)
-                remaining -= count * shard.dtype.itemsize
-                shard = dataclasses.replace(shard, count=count)
-            if shard.count:
-                kept.append(shard)
-        return kept
 
     def _read_meta(self):
         """The contents of meta.json, None without one."""
@@ -446,23 +430,13 @@ class TokenShards:
         return _Shard(path, splits.pop(), dtype, count, _HEADER_BYTES)
 
     def _read_rows(self):
-        """The rows of all shards. Of a document that max_bytes cuts, the cut row is CUT."""
+        """The rows of all shards."""
         found = []
         for shard in self._shards:
             with readable(self.name):
                 rows = np.fromfile(shard.path.with_suffix(".rows"), ROW)
-            ends = np.cumsum(rows["stored"])
-            if not len(rows) or ends[-1] < shard.count:
-                raise UsageError(
-                    f"{self.name}: {shard.path}: its .rows are not those of its tokens"
-                )
-            rows = rows[: np.searchsorted(ends, shard.count) + 1]
-            if extra := int(rows["stored"].sum()) - shard.count:
-                last = rows[-1:]
-                last["stored"] -= extra
-                for key in ("tokens", "bytes", "characters"):
-                    last[key] = min(int(last["tokens"][0]), int(last["stored"][0]))
-                last["flags"] |= CUT | NO_TEXT
+            if rows["stored"].sum() != shard.count:
+                raise UsageError(f"{self.name}: {shard.path} has other tokens than its .rows")
             found.append(rows)
         return np.concatenate(found)
 
@@ -486,20 +460,45 @@ class TokenShards:
         """Whether the text of all tokens is known."""
         return not np.any(self.rows["flags"] & NO_TEXT)
 
-    @functools.cached_property
     def is_evaluation(self):
         """bool[n]: whether a row is in a shard for evaluation."""
         ends = np.cumsum([shard.count for shard in self._shards])
-        number = np.searchsorted(ends, self._first, side="right").clip(max=len(ends) - 1)
+        number = np.searchsorted(ends, self._first(), side="right").clip(max=len(ends) - 1)
         return np.array([shard.split == "eval" for shard in self._shards])[number]
 
-    def content(self, row, begin, end):
-        """The bytes begin..end-1 of a row's text, or roughly their ids if the text is lost."""
-        ids = self.stream.windows([self._first[row]], int(self.rows["tokens"][row]))[0]
-        if self.rows["flags"][row] & (LOST | NO_TEXT):
-            size = int(self.rows["bytes"][row])
-            return ids[len(ids) * begin // size : len(ids) * end // size]
-        return self.tokenizer.decode_bytes(ids)[begin:end]
+    def _first(self):
+        """int64[n]: the first token of each row."""
+        return np.cumsum(self.rows["stored"]) - self.rows["stored"]
+
+    def ids(self, row):
+        """int32[n]: the ids of a row, with its end-of-document id."""
+        return self.stream.windows([self._first()[row]], int(self.rows["stored"][row]))[0]
+
+    def count_in_ids(self):
+        """Let "bytes" and "characters" of rows be the numbers of their ids."""
+        for key in ("bytes", "characters"):
+            self.rows[key] = self.rows["stored"]
+
+    def cut_at(self, offsets):
+        """Cut rows in two, after `count_in_ids`.
+
+        Args:
+          offsets: set of places in all ids.
+        """
+        for offset in sorted(offsets):
+            ends = np.cumsum(self.rows["stored"])
+            row = int(np.searchsorted(ends, offset))
+            if row == len(ends) or ends[row] == offset:
+                continue
+            ids, rest = self.ids(row), int(ends[row]) - offset
+            pair = np.repeat(self.rows[row], 2)
+            for half, part in zip(pair, (ids[:-rest], ids[-rest:]), strict=True):
+                for key in ("stored", "bytes", "characters", "tokens"):
+                    half[key] = len(part)
+                half["digest"] = np.void(document_digest(part))
+                half["flags"] |= ENDS | NO_TEXT
+            pair["tokens"][1] -= self.rows["stored"][row] - self.rows["tokens"][row]
+            self.rows = np.concatenate([self.rows[:row], pair, self.rows[row + 1 :]])
 
     def check_ids(self, tokenizer, tokenizer_name):
         """Raise UsageError for an id outside of the vocabulary of `tokenizer`."""
@@ -520,55 +519,25 @@ class TokenShards:
 
     # ---- splits ----------------------------------------------------------------------------------
 
-    def select(self, is_selected, fragments=()):
-        """The TokenSplit of some rows and parts of rows.
-
-        Args:
-          is_selected: bool[n], of whole rows.
-          fragments: list of (row, first and last-plus-one byte), not of selected rows.
-        """
-        rows, offsets = self.rows, np.cumsum(self.rows["bytes"]) - self.rows["bytes"]
+    def select(self, is_selected):
+        """The TokenSplit of some rows, without the end-of-document id after the last one."""
+        rows = self.rows
         chosen = np.flatnonzero(is_selected & (rows["tokens"] > 0))
-        breaks = np.flatnonzero(np.diff(chosen) != 1) + 1
-        # Runs of whole rows and fragments, in order: (row, byte in it, rows of the run or end).
-        items = [(run[0], 0, run) for run in np.split(chosen, breaks) if len(run)]
-        items = sorted([*items, *fragments], key=lambda item: item[:2])
-        eot = self._meta["eot"] if self._meta else None
-        arrays, spans, begins, length, stop, ended = [], [], [], 0, -1, True
-        for row, begin, run in items:
-            continues = not ended and stop == offsets[row] + begin
-            if isinstance(run, np.ndarray):
-                first, last = self._first[run[0]], run[-1]
-                tokens = self.stream.cut(first, self._first[last] + rows["tokens"][last])
-                span = np.stack([self._first[run], self._first[run] + rows["tokens"][run]], 1)
-                span, end = span - first, int(rows["bytes"][last])
-                begin_of = np.append(True, rows["flags"][run[:-1]] & ENDS)
-            else:
-                last, end = row, run
-                ids = self.content(row, begin, run)
-                if not isinstance(ids, np.ndarray):
-                    start = () if continues else self.tokenizer.start
-                    ids = np.append(start, self.tokenizer.encode(ids))
-                tokens, span = [ids.astype(np.int32)], np.array([[0, len(ids)]])
-                begin_of = np.array([True])
-            if arrays and not continues and eot is not None:
-                arrays.append(np.array([eot], np.int32))
-                length += 1
-            begin_of[0] = not continues
-            arrays += tokens
-            spans.append(span + length)
-            begins.append(begin_of)
-            length = int(spans[-1][-1, 1])
-            stop = offsets[last] + end
-            ended = bool(rows["flags"][last] & ENDS) and end == rows["bytes"][last]
-        if self._meta is None:
+        if not len(chosen):
+            return TokenSplit(self.name, Stream([]))
+        first, breaks = self._first(), np.flatnonzero(np.diff(chosen) != 1) + 1
+        arrays = []
+        for run in np.split(chosen, breaks):
+            last = rows[run[-1]]
+            length = last["tokens"] if run[-1] == chosen[-1] else last["stored"]
+            arrays += self.stream.cut(int(first[run[0]]), int(first[run[-1]] + length))
+        if not self._meta:
             return TokenSplit(self.name, Stream(arrays))
-        used = np.append(chosen, [row for row, _, _ in fragments]).astype(int)
-        flags = np.bitwise_or.reduce(rows["flags"][used], initial=0)
+        found = rows[chosen]
+        begins = np.cumsum(found["stored"]) - found["stored"]
+        spans = np.stack([begins, begins + found["tokens"]], 1)
+        flags = np.bitwise_or.reduce(found["flags"])
         lost = next(filter(None, (shard.get("lost") for shard in self._meta["shards"])), "")
         loss = None if flags & NO_TEXT else lost if flags & LOST else ""
-        if not spans:
-            return TokenSplit(self.name, Stream([]), np.empty((0, 2), np.int64), np.empty(0), loss)
-        return TokenSplit(
-            self.name, Stream(arrays), np.concatenate(spans), np.concatenate(begins), loss
-        )
+        is_first = np.append(True, found["flags"][:-1] & ENDS > 0)
+        return TokenSplit(self.name, Stream(arrays), spans, is_first, loss)

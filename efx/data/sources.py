@@ -14,6 +14,7 @@
 Of files with the same content only the first is read. A byte-order mark is not part of a text.
 """
 
+import bisect
 import codecs
 import contextlib
 import errno
@@ -28,7 +29,7 @@ import sys
 import sysconfig
 import urllib.parse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from efx import io
 from efx.data import rows
@@ -116,7 +117,30 @@ class Source:
     parts: list
 
     def documents(self):
+        """Iterator over all Documents."""
         return itertools.chain.from_iterable(part.documents() for part in self.parts)
+
+    def cut_at(self, offsets):
+        """The source as one part, whose documents end at some bytes of the text, too.
+
+        Args:
+          offsets: set, counted from the first byte of the first document.
+        """
+        edges = sorted(offsets)
+
+        def documents():
+            begin = 0
+            for document in self.documents():
+                data, end = document.data, begin + len(document.data)
+                for edge in edges[bisect.bisect(edges, begin) : bisect.bisect_left(edges, end)]:
+                    yield replace(document, data=data[: edge - begin], ends=True, is_cut=False)
+                    data, begin = data[edge - begin :], edge
+                yield replace(document, data=data, ends=document.ends or end in offsets)
+                begin = end
+
+        sizes = [part.size for part in self.parts]
+        part = Part(documents, None if None in sizes else sum(sizes))
+        return Source(self.name, lambda: content_key(self.identity(), edges), [part])
 
 
 def parse(spec, key="config.data.source"):

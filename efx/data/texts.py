@@ -1,6 +1,5 @@
 """The texts of a `config.data` block: opened, prepared, split into training and held-out text."""
 
-import functools
 import itertools
 import logging
 
@@ -11,7 +10,7 @@ from efx.config.schema import make
 from efx.data import held_out, sources, tokenise, tokenizers
 from efx.data.batches import SPLIT_NAMES, Data, check_length
 from efx.data.disk_cache import cache_root, content_key, remember
-from efx.data.shards import CUT, NO_TEXT, TokenShards, joined
+from efx.data.shards import CUT, TokenShards, joined
 from efx.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -90,34 +89,39 @@ class Text:
 
     def __init__(self, c, root, setting, spec, max_bytes=0):
         self.name, self.source, self.shards = f"{setting}={spec!r}", None, None
+        self._source_rows = None
         kind, argument = sources.parse(spec, setting)
         if kind == "tokens":
-            self.shards = TokenShards(self.name, argument, root, max_bytes)
+            self.shards = TokenShards(self.name, argument, root)
+            self.shards.count_in_ids()
         else:
             self.source = sources.open_source(spec, setting, c, root, max_bytes)
         self.identity = (self.source or self.shards).identity()
 
-    @property
-    def has_text(self):
-        return self.source is not None or self.shards.has_text
-
-    @functools.cached_property
-    def _source_rows(self):
-        return tokenise.rows_of(self.source)
-
     def rows(self):
         """ROW[n]; without tokens before the text is prepared."""
-        return self.shards.rows if self.shards else self._source_rows
+        if self.shards:
+            return self.shards.rows
+        if self._source_rows is None:
+            self._source_rows = tokenise.rows_of(self.source)
+        return self._source_rows
 
     def is_evaluation(self):
         """bool[n]: whether a row is in a shard for evaluation."""
-        return self.shards.is_evaluation if self.shards else np.zeros(len(self.rows()), bool)
+        return self.shards.is_evaluation() if self.shards else np.zeros(len(self.rows()), bool)
 
-    def content(self, row, begin, end):
-        """Bytes of a row, see `held_out`."""
+    def content(self, row):
+        """The bytes of a row before the text is prepared; of tokens its ids."""
         if self.shards:
-            return self.shards.content(row, begin, end)
-        return next(itertools.islice(self.source.documents(), row, None)).data[begin:end]
+            return self.shards.ids(row)
+        return next(itertools.islice(self.source.documents(), row, None)).data
+
+    def cut_at(self, offsets):
+        """Let documents end at some bytes of the text, too; of tokens at some ids."""
+        if offsets and self.shards:
+            self.shards.cut_at(offsets)
+        elif offsets:
+            self.source, self._source_rows = self.source.cut_at(offsets), None
 
     def prepare(self, tokenizer, root, shard=(1, 1)):
         """Tokenise the text, unless it is done; False if other machines have parts left.
@@ -157,7 +161,7 @@ class Texts:
 
     def __init__(self, c, splits=SPLITS, text_record=None, is_recorded_text=True):
         self._c, self._root, self._recorded = c, cache_root(c.cache_dir), text_record
-        self._is_recorded_text = is_recorded_text
+        self._is_recorded_text, self._single_documents = is_recorded_text, None
         self.parts, self.sets = {}, {}
         if splits:
             self.sets = {
@@ -176,8 +180,8 @@ class Texts:
         if text_record and is_recorded_text:
             self._refuse_changes()
         self._refuse_incomparable()
-        for name, part in self.record["train"].items():
-            part |= self._recorded_split(name)
+        for name in self.parts:
+            self._open_split(name)
         self.subset = held_out.Subset.load(c.subset) if self.parts and c.subset else None
 
     def all(self):
@@ -213,67 +217,82 @@ class Texts:
         if not self._c.eval_source:
             held_out_texts += self.parts.values()
         for part, text in itertools.product(self.parts.values(), held_out_texts):
-            if part.has_text != text.has_text:
+            has_text = [each.source is not None or each.shards.has_text for each in (part, text)]
+            if has_text[0] != has_text[1]:
                 raise UsageError(
                     f"{text.name} cannot be compared with {part.name}, since only one of them is "
                     "tokens, so held-out text could be trained on; use text or token shards for "
                     "both, or score it after training with --mode=evaluate"
                 )
 
-    def _recorded_split(self, name):
-        """The entries "held_out" and "split_made_for" of a part; none for one to split."""
-        content, recorded = self.record["train"][name]["content"], None
-        if self._c.eval_source:
-            return {"held_out": None, "split_made_for": None}
-        if self._recorded:
-            recorded = self._recorded["train"].get(name)
-        if recorded and recorded["held_out"]:
-            known = (recorded["content"], recorded["split_made_for"])
-            if self._is_recorded_text or content in known:
-                return {key: recorded[key] for key in ("held_out", "split_made_for")}
-        elif recorded and content == recorded["content"]:
-            raise UsageError(
-                "config.data.eval_source='': the run trained on all of its text; use its "
-                "eval_source"
-            )
-        return {}
-
-    # ---- what is trained on ----------------------------------------------------------------------
-
-    def _sides(self, name, withheld=(), copies=()):
-        """The `held_out.Sides` of a part; its held-out text is chosen if that is not done yet."""
+    def _open_split(self, name):
+        """Set the entries "held_out" and "split_made_for" of a part, as far as they are known
+        before it is prepared; cut its documents where held-out text begins and ends."""
         c, part, record = self._c, self.parts[name], self.record["train"][name]
-        arguments = part.name, part.rows(), part.content, part.is_evaluation()
-        if "held_out" not in record:
+        recorded = self._recorded and self._recorded["train"].get(name)
+        cuts = set(itertools.chain.from_iterable(self._copies(part)))
+        record |= {"held_out": None, "split_made_for": None}
+        if not c.eval_source:
             record["split_made_for"] = part.identity
-            record["held_out"] = held_out.choose_held_out(*arguments, c.split, c.eval_fraction)
-        return held_out.split(*arguments, record["held_out"], withheld, copies)
+            if recorded and recorded["held_out"]:
+                known = (recorded["content"], recorded["split_made_for"])
+                if self._is_recorded_text or part.identity in known:
+                    record |= {key: recorded[key] for key in ("held_out", "split_made_for")}
+            elif recorded and part.identity == recorded["content"]:
+                raise UsageError(
+                    "config.data.eval_source='': the run trained on all of its text; use its "
+                    "eval_source"
+                )
+            has_shards = part.shards and part.is_evaluation().any()
+            if not record["held_out"] and has_shards:
+                record["held_out"] = held_out.choose_shards(part.rows(), part.is_evaluation())
+            elif not record["held_out"] and c.split == "tail":
+                record["held_out"] = held_out.choose_tail(
+                    part.name, part.rows(), part.content, c.eval_fraction
+                )
+        part.cut_at(cuts | set((record["held_out"] or {}).get("tail", ())))
 
-    def _training_sides(self):
-        """{part: `held_out.Sides`}; the training sides are without all that is held out."""
+    def _held_out_rows(self, name):
+        """bool[n]: the rows of a part that are held out."""
+        c, part, record = self._c, self.parts[name], self.record["train"][name]
+        if not record["held_out"] and not c.eval_source:
+            record["held_out"] = held_out.choose_documents(part.name, part.rows(), c.eval_fraction)
+        arguments = part.rows(), record["held_out"], part.is_evaluation()
+        return held_out.held_out_rows(part.name, *arguments)
+
+    def _sides(self):
+        """{part: (rows to train on, held-out rows)}, two bool[n]."""
+        heldout = {name: self._held_out_rows(name) for name in self.parts}
         sets = [held_out.Documents(text.rows()).digests for text in self.sets.values()]
-        of_parts, found = {}, {}  # digests of the documents that are held out in each part
+        sides = {}
         for name, part in self.parts.items():
-            of_parts[name] = held_out.held_out_digests(part.rows(), self._sides(name))
-        for name, part in self.parts.items():
-            others = [digests for other, digests in of_parts.items() if other != name]
-            withheld = np.concatenate([*sets, *others, self._cut_held_out_documents(part)])
-            sides = self._sides(name, withheld, self._copies(part))
-            if sides.dropped:
+            rows = part.rows()
+            found = [*sets, self._cut_held_out_documents(part)]
+            for other, is_held_out in heldout.items():
+                decision = self.record["train"][other]["held_out"]
+                others = self.parts[other].rows(), decision, is_held_out
+                found.append(held_out.held_out_digests(*others))
+            is_copy = held_out.copies(rows, np.concatenate(found)) & ~heldout[name]
+            for start, stop in self._copies(part):
+                is_copy |= held_out.is_between(rows, start, stop)
+            if is_copy.any():
                 log.info(
-                    "%s: %d documents or parts of documents are held out and not trained on%s",
-                    part.name, sides.dropped, "".join(f"; {t.name}" for t in self.sets.values()),
+                    "%s: %d documents, or pieces of them, are held out and not trained on%s",
+                    part.name, is_copy.sum(), "".join(f"; {t.name}" for t in self.sets.values()),
                 )  # fmt: skip
+            is_trained = ~(heldout[name] | is_copy)
             if self.subset:
-                self.subset.select(part.rows(), part.content, sides)
-            found[name] = sides
-        return found
+                is_trained = self.subset.select(rows, is_trained)
+            sides[name] = is_trained, heldout[name]
+        return sides
 
     def _copies(self, part):
         """Where sets of a single document occur in documents of a part: list of (first and
         last-plus-one byte)."""
-        texts = [held_out.single_document(t.source) for t in self.sets.values() if t.source]
-        texts = list(filter(None, texts))
+        if self._single_documents is None:
+            found = [held_out.single_document(t.source) for t in self.sets.values() if t.source]
+            self._single_documents = list(filter(None, found))
+        texts = self._single_documents
         if not texts or not part.source:
             return ()
         digests = [sources.document_digest(text).hex() for text in texts]
@@ -285,18 +304,14 @@ class Texts:
 
     def _cut_held_out_documents(self, part):
         """V16 array: digests of documents that begin as one of a set and that max_bytes cut."""
-        rows, documents, found = part.rows(), held_out.Documents(part.rows()), np.empty(0, "V16")
-        for row in np.flatnonzero(rows["flags"] & (CUT | NO_TEXT) == CUT):
-            document = documents.row[row]
-            first = int(np.flatnonzero(documents.row == document)[0])
-            text = b"" if first < row else part.content(row, 0, int(rows["bytes"][row]))
-            for other in self.sets.values():
-                is_beginning = rows["digest"][first] in other.rows()["digest"]
-                if text:
-                    longer = np.flatnonzero(other.rows()["bytes"] > len(text)).tolist()
-                    is_beginning = any(other.content(r, 0, len(text)) == text for r in longer)
-                if is_beginning:
-                    found = np.append(found, documents.digests[document])
+        documents, found = held_out.Documents(part.rows()), np.empty(0, "V16")
+        for row in np.flatnonzero(part.rows()["flags"] & CUT) if part.shards else ():
+            # The last tokens may differ, as another word follows them.
+            ids = part.shards.ids(row)[:-8]
+            for text in self.sets.values():
+                for other in np.flatnonzero(text.rows()["tokens"] > len(ids)).tolist():
+                    if np.array_equal(text.shards.ids(other)[: len(ids)], ids):
+                        found = np.append(found, documents.digests[documents.row[row]])
         return found
 
     # ---- tokens ----------------------------------------------------------------------------------
@@ -317,8 +332,9 @@ class Texts:
             return tokenizers.load_tokenizer(path)
 
         def training_text():
-            for name, sides in self._training_sides().items():
-                yield from tokenise.sample(self.parts[name].source, self.parts[name].rows(), sides)
+            for name, (is_trained, _) in self._sides().items():
+                part = self.parts[name]
+                yield from tokenise.sample(part.source, part.rows(), is_trained)
 
         key = self.record, self._c.split, self._c.eval_fraction, self.subset and self.subset.key
         text_sources = [text.source for text in texts]
@@ -332,12 +348,12 @@ class Texts:
         """{split: TokenSplit}, see `batches.Data`."""
         self.prepare(tokenizer)
         splits, heldout = {}, {}
-        for name, sides in self._training_sides().items():
+        for name, (is_trained, is_held_out) in self._sides().items():
             shards = self.parts[name].shards
             suffix = f"/{name}" if name else ""
-            splits[f"train{suffix}"] = shards.select(sides.train, sides.train_parts)
-            if self.record["train"][name]["held_out"]:
-                heldout[f"eval{suffix}"] = shards.select(sides.heldout, sides.heldout_parts)
+            splits[f"train{suffix}"] = shards.select(is_trained)
+            if not self._c.eval_source:
+                heldout[f"eval{suffix}"] = shards.select(is_held_out)
         if len(heldout) > 1:
             splits |= heldout
         if heldout:
@@ -346,6 +362,17 @@ class Texts:
             everything = text.shards.select(np.ones(len(text.rows()), bool))
             splits[f"eval/{name}" if name else "eval"] = everything
         return splits
+
+    def documents(self):
+        """{split: list of the bytes of its documents}."""
+        tokenizer = tokenizers.ByteTokenizer()
+        return {
+            split: [
+                tokenizer.decode_bytes(tokens.stream.windows([start], stop - start)[0])
+                for start, stop in tokens.documents(tokenizer.eot)
+            ]
+            for split, tokens in self.token_splits(tokenizer).items()
+        }
 
 
 def _tokenizer_of_shards(shards, spec, path):

@@ -6,7 +6,6 @@ its last shard.
 """
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import logging
@@ -200,19 +199,12 @@ def rows_of(source):
     return np.frombuffer(b"".join(found), ROW)
 
 
-def sample(source, rows, sides):
+def sample(source, rows, is_trained):
     """Yield Documents of training text, `_SAMPLE_BYTES` from all over the source.
 
     Args:
-      rows: `rows_of` the source. sides: `held_out.Sides`.
+      rows: `rows_of` the source. is_trained: bool[n], those that are trained on.
     """
-    parts = {}
-    for row, begin, end in sides.train_parts:
-        parts.setdefault(row, []).append((begin, end))
-    every = max(1, int(rows["bytes"][sides.train].sum()) // _SAMPLE_BYTES)
-    numbers = np.cumsum(sides.train)
-    for row, document in enumerate(source.documents()):
-        if sides.train[row] and numbers[row] % every == 0:
-            yield document
-        for begin, end in parts.get(row, ()):
-            yield dataclasses.replace(document, data=document.data[begin:end])
+    every = max(1, int(rows["bytes"][is_trained].sum()) // _SAMPLE_BYTES)
+    chosen = is_trained & (np.cumsum(is_trained) % every == 0)
+    return itertools.compress(source.documents(), chosen)

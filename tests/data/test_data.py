@@ -205,8 +205,6 @@ def test_one_line_for_each_limit_of_the_text(tmp_path):
         ("text:{}/a.txt", {}, []),
         ("text:{}/a.txt", {"max_bytes": len(text)}, []),
         ("text:{}/a.txt", {"max_bytes": 90_000}, [["max_bytes=90000", "90,000"]]),
-        ("tokens:{}/t", {"max_bytes": 2 * len(text) + 2}, []),
-        ("tokens:{}/t", {"max_bytes": 90_000}, [["max_bytes=90000", "90,000"]]),
         ("mix:stdlib,text:{}/a.txt", {"max_bytes": 90_000}, [["max_bytes=90000", "90,000"]]),
         ("mix:text:{0}/a.txt,text:{0}/b.txt", {"max_bytes": 165_000}, []),
         ("text:{}/a.txt", {"eval_fraction": 0.01}, [["1,209", "eval_fraction"]]),

@@ -154,9 +154,7 @@ def test_token_shards_are_read_as_they_were_written(tmp_path):
     assert data.scored_bytes(4) == 12  # the first is not scored
     batch = next(iter(data.eval_batches(4)))
     assert tokenizer.decode(batch["targets"][batch["weights"] > 0]) == "eld out text"
-    config.max_bytes = 40
-    assert split_sizes(config) == (20, 13)
-    config.max_bytes, config.packing = 0, True
+    config.packing = True
     data = open_data(config)
     assert data.scored_tokens("train") == sum(len(t) + 1 for t in train)
     assert data.scored_bytes(4) == 13
@@ -200,9 +198,7 @@ def test_token_shards_of_each_format_are_split(llm_c, tmp_path):
         ("large_llm_c", chars, (52_500, 17_500)),
         ("nanogpt", {}, (150, 50)),
         ("both", {}, (200, 50)),
-        ("both", {"max_bytes": 100}, (50, 50)),
         ("fineweb10B", {}, (150, 50)),
-        ("fineweb10B", {"max_bytes": 120}, (60, 50)),
         ("fineweb10B/fineweb_train_*.bin", {}, (112, 38)),
         ("fineweb10B/*_00000[02].bin", {}, (50, 50)),
     ):
@@ -235,15 +231,15 @@ def test_a_run_keeps_its_held_out_tokens_or_is_refused(llm_c, tmp_path):
 def test_a_held_out_shard_is_not_trained_on(llm_c, tmp_path):
     shard = llm_c / "fineweb_train_000002.bin"
     (llm_c / "copy_val.bin").write_bytes(shard.read_bytes())  # under another name
-    config = make_config(f"tokens:{llm_c}/fineweb_*", tmp_path, max_bytes=120)
+    config = make_config(f"tokens:{llm_c}/fineweb_*", tmp_path)
     for name in (shard.name, "copy_val.bin"):
         config.eval_source = f"tokens:{llm_c}/{name}"
         data = open_data(config)
         assert token_ids(data, "eval") == [*range(50, 100)]
-        assert token_ids(data, "train") == [*range(50)]  # max_bytes leaves a part of the shard
+        assert token_ids(data, "train") == [*range(50), *range(100, 150)]
     # Shards for evaluation are not trained on.
     config.eval_source = f"tokens:{llm_c}/fineweb_val_000000.bin"
-    assert split_sizes(config) == (60, 50)
+    assert split_sizes(config) == (150, 50)
 
 
 def test_a_training_shard_counts_once_and_is_no_evaluation_shard(llm_c, tmp_path):

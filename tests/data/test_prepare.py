@@ -93,9 +93,11 @@ def test_a_stopped_preparation_resumes_after_its_last_shard(rows, tmp_path, monk
 
 
 def test_machines_prepare_parts_and_a_later_call_joins_them(rows, tmp_path, capsys):
-    whole = open_data(make_config(rows.source, tmp_path / "other", text_key="text"))
+    other = dict(text_key="text", split="documents")
+    whole = open_data(make_config(rows.source, tmp_path / "other", **other))
     cache = f"--config.data.cache_dir={rows.cache_dir}"
     command = ["prepare", "--config=mod", f"--config.data.source={rows.source}", cache]
+    command.append("--config.data.split=documents")
 
     def run(*more):
         status = prepare.main([*command, *more])
@@ -112,7 +114,6 @@ def test_machines_prepare_parts_and_a_later_call_joins_them(rows, tmp_path, caps
     assert {name: before[name] for name in before if name.endswith(".bin")}.items() <= (
         files_of(tmp_path).items()
     )
-    rows.split, rows.seq_len = "tail", 8
     data = open_data(rows)
     for split in ("train", "eval"):
         assert token_ids(data, split) == token_ids(whole, split)
@@ -132,7 +133,9 @@ def test_a_full_disk_loses_nothing(rows, tmp_path, monkeypatch):
             return replacing(path)
 
         patch.setattr(io, "replacing", full)
-        refuse_data(rows, f"config.data.cache_dir={rows.cache_dir!r}", "No space left", "free space")
+        refuse_data(
+            rows, f"config.data.cache_dir={rows.cache_dir!r}", "No space left", "free space"
+        )
     before = files_of(tmp_path)
     data = open_data(rows)
     kept = {name: file for name, file in before.items() if name.endswith(".bin")}
@@ -144,7 +147,10 @@ def test_a_damaged_or_missing_shard_is_made_again_and_the_others_are_kept(rows, 
     batch = next(open_data(rows).train_iterator())
     (entry,) = cache_entries(tmp_path)
     bins = sorted(entry.glob("*.bin"))
-    for number, damage in ((3, lambda p: p.unlink()), (9, lambda p: p.write_bytes(b"")),):
+    for number, damage in (
+        (3, lambda p: p.unlink()),
+        (9, lambda p: p.write_bytes(b"")),
+    ):
         before = files_of(tmp_path)
         damage(bins[number])
         same(next(open_data(rows).train_iterator()), batch)
@@ -192,7 +198,9 @@ def test_a_trained_tokenizer_sees_a_sample_from_all_over_the_text(tmp_path, monk
     monkeypatch.setattr(tokenise, "sample", watched)
     data = open_data(config)
     assert 800 < len(b"".join(seen)) < 1400
-    assert {text[:1] for text in seen} == {bytes([97 + i]) for i in range(8)}  # the tail is held out
+    assert {text[:1] for text in seen} == {
+        bytes([97 + i]) for i in range(8)
+    }  # the tail is held out
     assert text_of(data, "train").startswith("aaaaaaaa 0")
 
 
