@@ -191,7 +191,7 @@ def test_sets_are_held_out_as_a_whole_and_counted_by_themselves(texts, tmp_path)
 
 @pytest.mark.parametrize("change, names", [
     ({"mixture": {"a": ("text:a", -0.5)}}, ["config.data.mixture.a", "-0.5", "at least 0"]),
-    ({"mixture": {"a": ("text:a", 0), "b": ("text:b", 0.0)}}, ["config.data.mixture", "all weights"]),
+    ({"mixture": {"a": ("text:a", 0), "b": ("text:b", 0.0)}}, ["data.mixture", "all weights"]),
     ({"mixture": {"a": ("text:a", ((0, 1), (9, 0)))}}, ["step 9", "all weights"]),
     ({"mixture": {"a": ("text:a", ((5, 1),))}}, ["config.data.mixture.a", "(0, weight)"]),
     ({"mixture": {"a": ("text:a", ((0, 1), (0, 2)))}}, ["config.data.mixture.a", "order"]),
