@@ -1,4 +1,4 @@
-"""Text is prepared once: resumed, divided between machines, refused in one line, in bounded memory."""
+"""Text is prepared once: resumed, divided between machines, in bounded memory."""
 
 import errno
 import json
