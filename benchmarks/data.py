@@ -5,9 +5,9 @@
 First table: opening each kind of data, new and from the cache. Second: batches from a memory-mapped
 file of 100 million random tokens and from the standard library, for each order. Third: peak memory
 of preparing texts of --text MB, and one of 8 MB without spaces; at most 400 MB. Fourth: tokenising,
-by the `tokenizers` library alone and as it is done here, in turns (the best of three is shown). Fifth: a jitted step of the size given by
---step-width, fed the same batch over and over and fed from the pipeline, in turns; the two should
-take the same time (the best of --rounds is shown).
+by the `tokenizers` library alone and as it is done here, in turns (the best of three is shown).
+Fifth: a jitted step of the size given by --step-width, fed the same batch over and over and fed
+from the pipeline, in turns; the two should take the same time (the best of --rounds is shown).
 """
 
 import argparse

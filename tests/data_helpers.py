@@ -96,12 +96,12 @@ def split_documents(texts, method, eval_fraction, decision=None):
     """(decision, {"train" or "eval": bytes of documents and parts of them, in order})."""
     texts = [text for text in texts if text]
     if not decision and method == "tail":
-        rows = rows_of(texts)
-        decision = held_out.choose_tail("documents", rows, texts.__getitem__, eval_fraction)
+        arguments = "documents", lambda: rows_of(texts), texts.__getitem__, eval_fraction
+        decision = held_out.choose_tail(*arguments)
     elif not decision:
         decision = held_out.choose_documents("documents", rows_of(texts), eval_fraction)
     part = sources.Part(lambda: (sources.Document("", text) for text in texts), None)
-    source = sources.Source("documents", str, [part]).cut_at({*decision.get("tail", ())})
+    source = sources.Source("documents", "", str, [part]).cut_at({*decision.get("tail", ())})
     texts = [document.data for document in source.documents()]
     rows = np.array([shards.text_row(d.data, d.ends) for d in source.documents()], shards.ROW)
     is_held_out = held_out.held_out_rows("documents", rows, decision, np.zeros(len(rows), bool))

@@ -450,6 +450,7 @@ class TokenShards:
 
     # ---- content ---------------------------------------------------------------------------------
 
+    @property
     def identity(self):
         """Hash of the tokens and of their splits."""
         shards = [(shard.split, shard.count) for shard in self._shards]

@@ -108,12 +108,14 @@ class Source:
 
     Attributes:
       name: the setting and its value, for messages.
-      identity: function that returns a hash of the documents and their order.
+      identity: hash of the documents and their order when the source was opened.
+      current_identity: function that returns it anew.
       parts: list of Part; each can be read without those before it.
     """
 
     name: str
-    identity: Callable
+    identity: str
+    current_identity: Callable
     parts: list
 
     def documents(self):
@@ -140,7 +142,12 @@ class Source:
 
         sizes = [part.size for part in self.parts]
         part = Part(documents, None if None in sizes else sum(sizes))
-        return Source(self.name, lambda: content_key(self.identity(), edges), [part])
+        return Source(
+            self.name,
+            content_key(self.identity, edges),
+            lambda: content_key(self.current_identity(), edges),
+            [part],
+        )
 
 
 def parse(spec, key="config.data.source"):
@@ -216,7 +223,7 @@ def open_source(spec, setting, config_data, root, max_bytes=0):
             found = [each() for each in identities]
         return content_key(_FORMAT, found, max_bytes, c.document_bytes)
 
-    return Source(name, identity, parts)
+    return Source(name, identity(), identity, parts)
 
 
 def _readers(name, spec, text_key, max_bytes, root, skipped):

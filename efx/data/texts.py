@@ -96,7 +96,7 @@ class Text:
             self.shards.count_in_ids()
         else:
             self.source = sources.open_source(spec, setting, c, root, max_bytes)
-        self.identity = (self.source or self.shards).identity()
+        self.identity = (self.source or self.shards).identity
 
     def rows(self):
         """ROW[n]; without tokens before the text is prepared."""
@@ -247,8 +247,11 @@ class Texts:
             if not record["held_out"] and has_shards:
                 record["held_out"] = held_out.choose_shards(part.rows(), part.is_evaluation())
             elif not record["held_out"] and c.split == "tail":
-                record["held_out"] = held_out.choose_tail(
-                    part.name, part.rows(), part.content, c.eval_fraction
+                arguments = part.name, part.rows, part.content, c.eval_fraction
+                record["held_out"] = remember(
+                    self._root,
+                    content_key("tail", held_out.VERSION, part.identity, c.eval_fraction),
+                    lambda: held_out.choose_tail(*arguments),
                 )
         part.cut_at(cuts | set((record["held_out"] or {}).get("tail", ())))
 

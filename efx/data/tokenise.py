@@ -73,8 +73,7 @@ def prepare(source, tokenizer, root, shard=(1, 1)):
     Raises:
       UsageError: the text cannot be read or encoded, or the cache cannot be written.
     """
-    identity = source.identity()
-    folder = root / "prepared" / content_key(_VERSION, identity, tokenizer.fingerprint)
+    folder = root / "prepared" / content_key(_VERSION, source.identity, tokenizer.fingerprint)
     try:
         if (folder / "meta.json").exists():
             if _is_intact(folder):
@@ -87,7 +86,7 @@ def prepare(source, tokenizer, root, shard=(1, 1)):
         progress = Progress(f"tokenising {source.name}", [part for _, part in parts])
         for number, part in parts:
             _prepare_part(folder, number, part, tokenizer, progress)
-        if source.identity() != identity:
+        if source.current_identity() != source.identity:
             shutil.rmtree(folder)
             raise UsageError(
                 f"{source.name} changed while it was read; rerun the command when it no longer "
