@@ -153,7 +153,7 @@ class Evaluator:
         if name == "eval/loss" or (name == "eval/bits_per_byte" and has_bits):
             return
         where = f"config.checkpoint.best_metric={name!r}"
-        if not name.startswith(("eval/lo", "eval/bits_per_byte", *of_sets)):
+        if not re.match(r"eval/(lo|bits_per_byte|[\w-]+/(loss|bits_per_byte)$)", name):
             raise UsageError(f"{where}: must be a held-out loss to minimise, such as eval/loss")
         batch = next(iter(self._data.eval_batches(self._config.batch_size, 1)))
         means = {}
