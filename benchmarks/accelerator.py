@@ -25,7 +25,8 @@ import pandas as pd
 
 from benchmarks import common, decode
 from efx import run_dir
-from efx.config.load import apply, load_config
+from efx.config.load import load_config
+from efx.config.names import apply
 from efx.configs.common import ACCELERATOR
 from efx.errors import UsageError, first_line
 from efx.layers import attend, flops

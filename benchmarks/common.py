@@ -8,9 +8,9 @@ import time
 
 import numpy as np
 
+from benchmarks.stepper import Stepper
 from efx.errors import UsageError
 from efx.layers import flops
-from efx.studies.stepper import Stepper
 
 
 def command(main):

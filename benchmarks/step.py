@@ -13,9 +13,10 @@ import argparse
 import sys
 
 from benchmarks import common
-from efx.config.load import apply, load_config
+from benchmarks.stepper import Stepper, random_tokens
+from efx.config.load import load_config
+from efx.config.names import apply
 from efx.errors import UsageError
-from efx.studies.stepper import Stepper, random_tokens
 
 SIZE = {
     "data.batch_size": 4,

@@ -7,7 +7,7 @@
 efx/config/run.py, efx/layers/config.py and efx/models define the settings and their defaults.
 """
 
-from efx.config.load import apply
+from efx.config.names import apply
 from efx.config.run import default_config
 from efx.errors import UsageError, nearest
 

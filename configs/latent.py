@@ -17,7 +17,6 @@ are those of the stack. The main ones:
     upsampling              "repeat" or "attention" (`upsampling_norm=False` as published)
     skip, skip_joins        "sum" or "lerp"; "after" or "before" the blocks of a decoder level
     positions               "absolute", "level" (within the group), "rope" or "both"
-    memory_local, memory_global, embedding_noise   learned tokens; noise in training
 
 Variants:
     smoke           half a minute on a CPU

@@ -6,7 +6,7 @@ Mixture-of-Depths: Dynamically allocating compute in transformer-based language 
 al. 2024, arXiv 2404.02258). Every second block computes only the 12.5% of the tokens that its
 router selects; the other tokens keep their residual. Evaluation and sampling decide causally: a
 token is computed if its score exceeds a running quantile of the training scores (arXiv 2603.11535).
-This needs no loss. The paper's two decisions are `causal="aux_loss"` and "predictor".
+This needs no loss. The paper's two decisions are `causal_decision="aux_loss"` and "predictor".
 
 efx/routing/config.py has the settings of `config.model.depth_routing`, docs/mixture_of_depths.md
 explains them. The main ones; the paper leaves those with a * open:
@@ -20,7 +20,7 @@ explains them. The main ones; the paper leaves those with a * open:
     score                   what tokens are selected by: the learned "router"; or a control, with
                             gate "one": "stochastic", "position" or "token_hash"
     train_selection         "topk"; or "threshold", which is causal
-    causal                  "threshold", "aux_loss" or "predictor"
+    causal_decision         "threshold", "aux_loss" or "predictor"
     slack*                  limit of a causal decision, as a multiple of the capacity
 
 Variants:
@@ -41,7 +41,7 @@ from efx.routing.parameters import params_pattern
 
 ROUTING = {
     "model.depth_routing.kind": "mod",
-    "model.depth_routing.causal": "threshold",
+    "model.depth_routing.causal_decision": "threshold",
 }
 VARIANTS = {
     "smoke": common.SMOKE,
@@ -60,7 +60,7 @@ VARIANTS = {
     "dense": {"model.depth_routing.kind": "none"},
     "paper": {
         "model.depth_routing.gate": "identity",
-        "model.depth_routing.causal": "aux_loss",
+        "model.depth_routing.causal_decision": "aux_loss",
     },
     "recursion": {
         "model.depth": 5,
@@ -71,12 +71,12 @@ VARIANTS = {
         "model.depth_routing.slack": 1.25,
     },
     "router_only": {
-        "model.depth_routing.causal": "aux_loss",
+        "model.depth_routing.causal_decision": "aux_loss",
         "init.missing": params_pattern(),
         "optim.frozen": rf"(?!{params_pattern()}$).*",
     },
     "predictor_only": {
-        "model.depth_routing.causal": "predictor",
+        "model.depth_routing.causal_decision": "predictor",
         "init.missing": params_pattern("predictor"),
         "optim.frozen": rf"(?!{params_pattern('predictor')}$).*",
     },

@@ -100,7 +100,8 @@ def _run_path(workdir):
 
 
 def _config_of_run(workdir, changes):
-    from efx.config.load import apply, config_of_run, to_config
+    from efx.config.load import config_of_run, to_config
+    from efx.config.names import apply
 
     return to_config(apply(config_of_run(workdir), changes, f"{workdir}: "))
 

@@ -9,6 +9,7 @@
 Prompts, their lengths, sampling settings, seeds and new parameters trigger no recompilation.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -287,7 +288,7 @@ class _Run:
       must_read: whether all rows have to be read with the current variables.
       length_B: number of tokens of each row in the cache.
       start_B: index in its text of the first of these.
-      counts: {name: {block: [B]}} of `_COUNTS`.
+      counts: {name: {block: number}} of `_COUNTS`.
     """
 
     def __init__(self, sampler, variables, texts, seeds):
@@ -297,7 +298,7 @@ class _Run:
         self.mesh, self.is_split = mesh_for(variables if is_fixed else {}, jax.local_devices()[0])
         self.seed_B = np.array([seed % 2**32 for seed in seeds], np.uint32)
         self.length_B, self.start_B = np.zeros((2, size), np.int32)
-        self.counts = {name: {} for name in _COUNTS}
+        self.counts = {name: collections.Counter() for name in _COUNTS}
         self.new_tokens = self.prefill_seconds = self.decode_seconds = 0
         self.variables, self.next_update = {}, 0
         self._update_variables(texts)
@@ -380,55 +381,44 @@ class _Run:
         for (*modules, name), value in counts.items():
             if name in self.counts:
                 # [B], or [B, ...] of experts or of several models that are decoded together.
-                counts_BN = np.asarray(value).reshape(len(value), -1)
+                counts_BN = np.asarray(value).reshape(len(value), -1)[rows]
                 combine = np.mean if (*modules, "reached") in counts else np.sum
-                total_B = self.counts[name].setdefault(
-                    label("/".join(modules)), np.zeros(len(value))
-                )
-                total_B[rows] += combine(counts_BN[rows], axis=1)
+                self.counts[name][label("/".join(modules))] += combine(counts_BN, axis=1).sum()
 
     def statistics(self):
         """Statistics of the finished call, once.
 
         new_tokens; prefill_seconds, decode_seconds; tokens_per_second (of decoding); cache_bytes;
-        expert_choices and expert_overflow (choices over the limits of experts); per row [B]:
-        computed_choices_by_row {layer: choices that its experts computed}, routed_by_row {block:
-        tokens that it computed}. With routed blocks: routed_fraction (mean over blocks of the
-        computed fraction of tokens), selected (tokens that the blocks selected), overflow (those of
-        them over the causal limit).
+        expert_choices and expert_overflow (choices over the limits of experts). With routed blocks:
+        routed_fraction (mean over blocks of the computed fraction of tokens), selected (tokens that
+        the blocks selected), overflow (those of them over the causal limit).
         """
         self._add_counts(range(len(self.seed_B)))
         reached, admitted, overflow = (self.counts[name] for name in _COUNTS)
-        routed = {layer: admitted[layer] for layer in reached}
-        experts = {layer: count_B for layer, count_B in admitted.items() if layer not in reached}
-        expert_overflow = _total(overflow[layer] for layer in experts)
+        experts = [layer for layer in admitted if layer not in reached]
+        expert_overflow = sum(overflow[layer] for layer in experts)
         stats = {
             "new_tokens": self.new_tokens,
             "prefill_seconds": self.prefill_seconds,
             "decode_seconds": self.decode_seconds,
             "tokens_per_second": self.new_tokens / max(self.decode_seconds, 1e-9),
             "cache_bytes": sum(value.nbytes for value in jax.tree.leaves(self.cache)),
-            "expert_overflow": expert_overflow,
-            "expert_choices": expert_overflow + _total(experts.values()),
-            "computed_choices_by_row": experts,
-            "routed_by_row": routed,
+            "expert_overflow": round(expert_overflow),
+            "expert_choices": round(expert_overflow + sum(admitted[layer] for layer in experts)),
         }
-        if routed:
+        if reached:
             # Fractions of the tokens (or latents) that reach a block.
-            fractions = [routed[block].sum() / max(1, reached[block].sum()) for block in routed]
+            fractions = [admitted[block] / max(1, count) for block, count in reached.items()]
+            over = sum(overflow[block] for block in reached)
             stats["routed_fraction"] = float(np.mean(fractions))
-            stats["overflow"] = _total(overflow[layer] for layer in routed)
-            stats["selected"] = stats["overflow"] + _total(routed.values())
+            stats["overflow"] = round(over)
+            stats["selected"] = round(over + sum(admitted[block] for block in reached))
         return stats
 
 
-def _total(counts):
-    return round(sum(map(np.sum, counts)))
-
-
 def _total_statistics(calls):
-    """The statistics of several calls together, without those by row."""
-    names = {name for name, value in calls[0].items() if not isinstance(value, dict)}
+    """The statistics of several calls together."""
+    names = calls[0].keys()
     total = {name: sum(call[name] for call in calls) for name in names}
     total["tokens_per_second"] = total["new_tokens"] / max(total["decode_seconds"], 1e-9)
     for name in {"cache_bytes", "routed_fraction"} & names:

@@ -29,7 +29,6 @@ from efx.logging import tables
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PAGES.remove(ROOT / "docs/settings.md")  # generated from the code
 TABLE = re.compile(r"<!-- table: ([^>]+?) -->\n\n(\|.*\n\|[-|]+\n)((?:\|.*\n)+)")
 FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
 SOURCE = re.compile(r"<!-- (results/.+?) -->")

@@ -59,7 +59,7 @@ def _row(losses=(), looks_ahead=False, **settings):
 
 
 def _mod(losses=("router_bce",), looks_ahead=True, depth_routing=None, **settings):
-    routing = dict(kind="mod", capacity=0.5, causal="aux_loss") | (depth_routing or {})
+    routing = dict(kind="mod", capacity=0.5, causal_decision="aux_loss") | (depth_routing or {})
     return _row(losses, looks_ahead, depth_routing=routing, **settings)
 
 
@@ -116,7 +116,7 @@ LLAMA3 = dotted({"attention": ROPE_LLAMA3})
 ROPE_LINEAR = dict(rope_fraction=0.5, rope_theta=5.0, rope_scaling=dict(kind="linear", factor=3.0))
 # What a block does for tokens that it skips.
 FOR_SKIPPED = dict(kv_for_skipped=True, skip_mlp=16)
-SMALL_PREDICTOR = dict(causal="predictor", predictor_hidden=6)
+SMALL_PREDICTOR = dict(causal_decision="predictor", predictor_hidden=6)
 
 FAMILIES = {
     "gpt2": _row(preset="gpt2", attention=dict(chunk=20)),
@@ -160,19 +160,21 @@ FAMILIES = {
             blocks=(0, 1),
             gate="identity",
             capacity=(0.25, 0.75),
-            also_train=("aux_loss",),
+            extra_decisions=("aux_loss",),
             **SMALL_PREDICTOR,
         ),
     ),
     "mod_stochastic": _control("stochastic"),
     "mod_fixed": _control("position", every=1),
     "mod_threshold": _mod(
-        (), False, depth_routing=dict(causal="threshold", train_selection="threshold", slack=1.2)
+        (),
+        False,
+        depth_routing=dict(causal_decision="threshold", train_selection="threshold", slack=1.2),
     ),
     "mod_context": _mod(
         block_kind="post_norm",
         attention=dict(bias="qkv", num_kv_heads=2, window=9),
-        depth_routing=dict(every=1, also_train=("threshold",), **FOR_SKIPPED),
+        depth_routing=dict(every=1, extra_decisions=("threshold",), **FOR_SKIPPED),
     ),
     "mod_attention": _mod(
         attention=dict(window=9), depth_routing=dict(target="attention", every=1, capacity=0.4)
@@ -182,7 +184,7 @@ FAMILIES = {
         attention=dict(num_kv_heads=2),
         depth_routing=dict(target="mlp", every=1, capacity=0.4, skip_mlp=16, router_norm="rms"),
     ),
-    "mod_mlp_only": _mod((), depth_routing=dict(target="mlp_only", causal="threshold")),
+    "mod_mlp_only": _mod((), depth_routing=dict(target="mlp_only", causal_decision="threshold")),
     "recursion": _mod(
         depth=4,
         attention=dict(num_kv_heads=2, chunk=10),
@@ -194,7 +196,11 @@ FAMILIES = {
         attention=dict(window=9, num_kv_heads=2),
         mlp=experts(),
         depth_routing=dict(
-            kind="recursion", capacity=(0.6, 0.3), causal="threshold", slack=1.0, **FOR_SKIPPED
+            kind="recursion",
+            capacity=(0.6, 0.3),
+            causal_decision="threshold",
+            slack=1.0,
+            **FOR_SKIPPED,
         ),
     ),
     "moe": _row(MOE_LOSSES, mlp=experts(num_shared=1)),
@@ -213,6 +219,7 @@ FAMILIES = {
     "dropout_elementwise_mod": _mod(
         ("predictor_bce", *PENALTIES),
         preset="gpt2",
+        attention=dict(window=9),
         depth_routing=dict(every=1, kv_for_skipped=True, **SMALL_PREDICTOR),
         dropout=dict(kind="elementwise", elementwise=dict(detach=False)),
     ),
@@ -256,8 +263,6 @@ FAMILIES = {
         order="cross_first",
         depth=3,
         encoder_depth=4,
-        decoder_input_norm=True,
-        decoder_input_positions=True,
         attention=dict(chunk=10, window=9, qk_norm="head"),
         embedding_loss="log_cosine",
         logit_softcap=8.0,
@@ -287,8 +292,8 @@ FAMILIES = {
             target="attention",
             blocks=(0, 2),
             capacity=(0.5, 0.7),
-            causal="aux_loss",
-            also_train=("threshold",),
+            causal_decision="aux_loss",
+            extra_decisions=("threshold",),
         ),
     ),
     "streams_mod_serial": _streams(
@@ -296,7 +301,7 @@ FAMILIES = {
         True,
         cross_source="final",
         positions="rope",
-        depth_routing=dict(kind="mod", capacity=0.5, every=1, causal="aux_loss"),
+        depth_routing=dict(kind="mod", capacity=0.5, every=1, causal_decision="aux_loss"),
         dropout=masks(),
     ),
     "latent": _latent(),
@@ -322,10 +327,8 @@ FAMILIES = {
         logit_softcap=8.0,
         mlp=dict(activation="swiglu"),
     ),
-    "latent_memory": _latent(
+    "latent_rope": _latent(
         group_size=6,
-        memory_local=2,
-        memory_global=3,
         positions="rope",
         block_kind="parallel",
         level_heads=(2,),
@@ -340,8 +343,8 @@ FAMILIES = {
             kind="mod",
             capacity=0.5,
             every=1,
-            causal="aux_loss",
-            also_train=("threshold",),
+            causal_decision="aux_loss",
+            extra_decisions=("threshold",),
             slack=1.2,
         ),
     ),
@@ -374,8 +377,6 @@ FAMILIES = {
         compression_blocks=2,
         block_kind="post_norm",
         attention=dict(window=3),
-        memory_local=1,
-        memory_global=1,
         upsampling="attention",
         dropout=masks(input="embedding_linear"),
     ),
@@ -391,14 +392,15 @@ FAMILIES = {
         ("router_bce",),
         True,
         depth=4,
-        depth_routing=dict(kind="recursion", recursions=2, capacity=0.5, causal="aux_loss"),
+        depth_routing=dict(
+            kind="recursion", recursions=2, capacity=0.5, causal_decision="aux_loss"
+        ),
         adapter=adapters(experts=2, routing="uniform"),
     ),
     "adapter_streams": _streams(
-        adapter=adapters(experts=3, routing="topk", sites=".*/(query|up|out)")
+        order="cross_only", adapter=adapters(experts=3, routing="topk", sites=".*/(query|up|out)")
     ),
     "adapter_latent": _latent(
-        memory_local=2,
         upsampling="attention",
         # Of each kind of site one; all take eight times as long.
         adapter=adapters(experts=2, routing="topk", sites=".*/(query|up)"),
@@ -573,11 +575,6 @@ def draws(model):
         lambda: jax.eval_shape(model.apply, variable_shapes(model), tokens(batch=1))
     )
     return selects or rounds or dropout.kind == "standard"
-
-
-def can_pack(model):
-    """Whether a row may hold several documents."""
-    return not refuses(model.check_packing)
 
 
 @functools.cache

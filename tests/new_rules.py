@@ -60,7 +60,7 @@ class Drawn(decisions.Decision):
 
 @pytest.fixture
 def new_rules(monkeypatch):
-    for name in ("score", "train_selection", "gate", "causal"):
+    for name in ("score", "train_selection", "gate", "causal_decision"):
         monkeypatch.setitem(schema._hints(DepthRoutingConfig), name, str)
     for name, score in (("norm", Norm), ("probe", Probe), ("gumbel", GumbelRouter)):
         monkeypatch.setitem(SCORES, name, score)

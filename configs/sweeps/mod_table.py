@@ -45,8 +45,8 @@ RUNS = {
         "model.depth_routing.train_selection": "threshold",
         "model.depth_routing.slack": 1.25,
     },
-    "MoD 12.5%, auxiliary loss": {"model.depth_routing.causal": "aux_loss"},
-    "MoD 12.5%, predictor": {"model.depth_routing.causal": "predictor"},
+    "MoD 12.5%, auxiliary loss": {"model.depth_routing.causal_decision": "aux_loss"},
+    "MoD 12.5%, predictor": {"model.depth_routing.causal_decision": "predictor"},
     "recursion, 3 steps": {
         "model.depth_routing.kind": "recursion",
         "model.depth_routing.recursions": 3,

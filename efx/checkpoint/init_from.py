@@ -15,7 +15,7 @@ from efx import io, run_dir
 from efx.checkpoint import errors
 from efx.checkpoint.params import fingerprint, restore_params
 from efx.config import schema
-from efx.config.load import completed
+from efx.config.load import with_new_defaults
 from efx.errors import UsageError
 from efx.models.config import SAME_MODEL
 from efx.models.stack import convert_layers, scan_params, unroll_params
@@ -73,7 +73,7 @@ def changed_settings(run, config, among):
     Args:
       among: regex of the keys to compare.
     """
-    recorded = completed(run_dir.recorded_config(run))
+    recorded = with_new_defaults(run_dir.recorded_config(run))
     now = json.loads(json.dumps(schema.as_dict(config)))  # lists for tuples, as recorded
     return run_dir.differences(recorded, now, among)
 

@@ -28,7 +28,7 @@ def make_stages(source, workdir, extra=(), seed_run=""):
 
     Args:
       extra: arguments of every run.
-      seed_run: run directory of a finished seed model; "": it is trained in WORKDIR/seed.
+      seed_run: run directory of a seed model that another study trains; "": WORKDIR/seed.
     """
     workdir = pathlib.Path(workdir)
     seed = seed_run or workdir / SEED
@@ -79,7 +79,7 @@ def train_run(title, source, folder, extra, steps):
 
 def study(arguments):
     """Run all stages, or print their commands."""
-    stages = make_stages(arguments.config, arguments.workdir, arguments.extra, arguments.seed_run)
+    stages = make_stages(arguments.config, arguments.workdir, arguments.extra)
     _, seed_model, experts, _ = stages
     runs_lib.check([*seed_model, *experts], arguments.extra)
     if arguments.print_commands:
@@ -92,8 +92,6 @@ def main(argv=None):
     parser = cli.Parser("efx.composition.cbtm", __doc__)
     parser.add_argument("--config", required=True, help="config file or name, such as cbtm")
     parser.add_runs()
-    help = "existing run directory to use as the seed model"
-    parser.add_argument("--seed-run", default="", help=help)
     return parser.run(study, argv)
 
 

@@ -3,8 +3,8 @@
     python -m efx.composition.cbtm_table --workdir runs/cbtm_table --jobs 2
 
 For every seed: one model on everything with the whole budget, a seed model, and from it ensembles
-of `--clusters` experts and `--random` experts on random clusters. One cluster is the seed model
-trained further. All are evaluated on the same held-out documents. About an hour on 2 CPU cores.
+of 1, 2, 4 and 8 experts, and 4 experts on random clusters. One cluster is the seed model trained
+further. All are evaluated on the same held-out documents. About an hour on 2 CPU cores.
 Arguments after `--` go to every run. WORKDIR/table.md is the table; table.csv has a row for each
 seed.
 """
@@ -21,6 +21,7 @@ from efx.studies import runs as runs_lib
 from efx.studies.runs import Run
 
 DENSE, SEED_MODEL = "one model on everything", "seed model"
+CLUSTERS, RANDOM_CLUSTERS = (1, 2, 4, 8), 4
 
 
 def plan_of_seed(arguments, seed):
@@ -42,12 +43,10 @@ def plan_of_seed(arguments, seed):
         return cbtm.make_stages(source, folder(name), [*extra, *own, *settings], seed_run.folder)
 
     ensembles = {
-        f"{count} cluster" + "s" * (count > 1): ensemble(f"k{count}", count)
-        for count in arguments.clusters
+        f"{count} cluster" + "s" * (count > 1): ensemble(f"k{count}", count) for count in CLUSTERS
     }
-    if count := arguments.random:
-        control = ensemble("random", count, "--config.cluster.method=random")
-        ensembles[f"{count} random clusters"] = control
+    control = ensemble("random", RANDOM_CLUSTERS, "--config.cluster.method=random")
+    ensembles[f"{RANDOM_CLUSTERS} random clusters"] = control
     return dense, seed_run, ensembles
 
 
@@ -72,7 +71,6 @@ def evaluate(plan, seed):
 
 def study(arguments):
     """Make all runs and evaluations, then the table."""
-    arguments.clusters = cli.numbers("--clusters", arguments.clusters)
     seeds = cli.numbers("--seeds", arguments.seeds)
     plans = {seed: plan_of_seed(arguments, seed) for seed in seeds}
     single = [run for dense, seed_run, _ in plans.values() for run in (seed_run, dense)]
@@ -93,8 +91,6 @@ def main(argv=None):
     parser = cli.Parser("efx.composition.cbtm_table", __doc__)
     parser.add_argument("--config", default="cbtm:table", help="config file or name, and variants")
     parser.add_runs()
-    parser.add_argument("--clusters", default="1,2,4,8", help="experts of each ensemble")
-    parser.add_argument("--random", type=int, default=4, metavar="N", help="control; 0: none")
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated")
     return parser.run(study, argv)
 

@@ -23,6 +23,9 @@ from efx.data.disk_cache import content_key
 from efx.errors import UsageError
 
 ARRAYS, ABOUT = "clustering.safetensors", "clustering.json"
+WORDS = 50_000  # the most frequent, each in at least two documents
+DIMENSIONS = 100  # of the truncated SVD
+FIT_DOCUMENTS = 20_000  # the others join the nearest cluster
 
 
 def words(text):
@@ -82,10 +85,9 @@ def _embed(sparse, components):
 def fit_clustering(texts, config, seed):
     """Cluster texts by `config.cluster`; returns (Clustering, labels int[n]).
 
-    The clusters of the fitted texts have equal sizes (floor or ceiling of n / k). Texts beyond
-    `config.fit_documents` join the nearest centre.
+    The clusters of the fitted texts have equal sizes (floor or ceiling of n / k).
     """
-    k, fit_count = config.count, min(len(texts), config.fit_documents)
+    k, fit_count = config.count, min(len(texts), FIT_DOCUMENTS)
     if fit_count < k:
         raise UsageError(
             f"config.cluster.count={k}: there are {fit_count} different training documents to fit; "
@@ -94,15 +96,14 @@ def fit_clustering(texts, config, seed):
     state = int(content_key("clusters", seed)[:8], 16)
     rng = np.random.default_rng(state)
     fitted = np.sort(rng.permutation(len(texts))[:fit_count])
-    minimum = config.min_documents
-    tfidf = TfidfVectorizer(analyzer=words, max_features=config.features, min_df=minimum)
+    tfidf = TfidfVectorizer(analyzer=words, max_features=WORDS, min_df=2)
     try:
         sparse = tfidf.fit_transform([texts[i] for i in fitted])
-        svd = TruncatedSVD(min(config.dimensions, *sparse.shape), random_state=state).fit(sparse)
+        svd = TruncatedSVD(min(DIMENSIONS, *sparse.shape), random_state=state).fit(sparse)
     except ValueError as error:
         raise UsageError(
-            f"config.cluster.min_documents={minimum}: fewer than two words occur in so many of the "
-            f"{fit_count} documents; use a smaller number"
+            f"config.data.source: fewer than two words occur in two of the {fit_count} documents; "
+            "use more text"
         ) from error
     embedded = _embed(sparse, svd.components_)
     is_random = config.method == "random"
@@ -113,8 +114,8 @@ def fit_clustering(texts, config, seed):
             k,
             size_min=fit_count // k,
             size_max=-(-fit_count // k),
-            n_init=config.restarts,
-            max_iter=config.iterations,
+            n_init=3,
+            max_iter=20,
             random_state=state % 2**31,
             n_jobs=1,
         )

@@ -92,11 +92,8 @@ def score(ensemble, other_runs):
     by_component = nats.groupby(component_D[document_N]).mean().T
     by_cluster = nats.groupby(cluster_D[document_N]).mean().T.add_prefix("cluster ")
     table = table.join([by_component.drop(columns="", errors="ignore"), by_cluster])
-    cells = [
-        [name, f"{count:.3g}", *(f"{loss:.4f}" for loss in row)]
-        for name, count, *row in table.itertuples()
-    ]
-    text = tables.markdown(["held-out loss (nats)", *table.columns], cells)
+    rows = table.assign(experts=table.experts.map("{:.3g}".format)).itertuples()
+    text = tables.markdown(["held-out loss (nats)", *table.columns], rows)
     text += f"\n\n{scored(data, config.evaluate, len(nats))}\n"
     io.write_atomic(ensemble.workdir / "evaluation.md", text)
     io.write_atomic(ensemble.workdir / "evaluation.csv", table.to_csv(index_label="name"))

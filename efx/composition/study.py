@@ -116,7 +116,7 @@ class Study:
 
     def check(self):
         """Raise UsageError for a run that would be refused, or a stage without runs."""
-        runs_lib.check(self.runs.values(), self._extra, made=[self.mixture])
+        runs_lib.check(self.runs.values(), self._extra, written=[self.mixture])
         for argument in self._extra:
             stage, colon, _ = argument.partition(":--")
             if colon and not any(name.startswith(stage) for name in self.runs):

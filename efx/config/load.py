@@ -17,12 +17,10 @@ import logging
 import os
 import pathlib
 
-from ml_collections import ConfigDict
-
 from efx import configs, io, run_dir
-from efx.config.names import is_mapping, setting_names, unknown_setting, value_of
+from efx.config.names import apply, is_mapping, unknown_setting, value_of
 from efx.config.run import Config, default_config
-from efx.config.schema import make
+from efx.config.schema import defaults, make
 from efx.errors import UsageError, nearest
 from efx.models import FAMILIES, check_family
 
@@ -50,28 +48,8 @@ def load_config(source, changes=None):
     return config
 
 
-def apply(config, changes, where=""):
-    """Set dotted keys of a ConfigDict in place and return it.
-
-    Args:
-      where: beginning of the message of a UsageError.
-    """
-    for key, value in changes.items():
-        try:
-            if isinstance(value_of(config, key), ConfigDict):
-                raise UsageError(f"config.{key} is a block of settings; set its settings")
-            config.update_from_flattened_dict({key: value})
-        except UsageError as error:
-            raise UsageError(f"{where}{error}") from None
-        except TypeError:
-            block, _, name = key.rpartition(".")
-            expected = (value_of(config, block) if block else config).get_type(name).__name__
-            raise UsageError(f"{where}config.{key}={value!r}: expected {expected}") from None
-    return config
-
-
 def to_config(config, where=""):
-    """The `Config` of a ConfigDict; a `Config` is returned unchanged.
+    """The `Config` of a ConfigDict or nested dict; a `Config` is returned unchanged.
 
     Args:
       where: beginning of the message of a UsageError: a file or a run directory.
@@ -80,11 +58,11 @@ def to_config(config, where=""):
     if isinstance(config, Config):
         return config
     try:
-        if not isinstance(config, ConfigDict):
+        if not is_mapping(config):
             raise UsageError(f"expected a ConfigDict, not {type(config).__name__}")
         value_of(config, "model.family")  # it decides the other settings
-        check_family(dict(config.model.items()))
-        known = default_config(config.model.family)
+        check_family(dict(config["model"].items()))
+        known = default_config(config["model"]["family"])
         _check_names(config, known, "config", known)
         return make(Config, config)
     except UsageError as error:
@@ -108,17 +86,8 @@ def config_of_run(workdir, setting="--workdir"):
     Args:
       setting: the flag or setting that names the directory, for messages.
     """
-    recorded = completed(run_dir.recorded_config(workdir, setting))
-    path = io.folder(workdir) / run_dir.CONFIG_FILE
-    try:
-        plain = ConfigDict(_with_tuples(recorded))
-    except ValueError as error:  # a dot in a name
-        raise UsageError(f"{path}: {error}") from error
-    to_config(plain, path)
-    # In `default_config` a setting that is None can be set to a value of its type.
-    config = default_config(plain.model.family)
-    _fill(config, plain)
-    return config
+    recorded = with_new_defaults(run_dir.recorded_config(workdir, setting))
+    return defaults(to_config(_with_tuples(recorded), io.folder(workdir) / run_dir.CONFIG_FILE))
 
 
 def _with_tuples(value):
@@ -127,15 +96,7 @@ def _with_tuples(value):
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
-def _fill(block, values):
-    for key, value in values.items():
-        if is_mapping(block[key]):
-            _fill(block[key], value)
-        else:  # a value may be a mapping too: the schedule of a loss
-            block[key] = value.to_dict() if is_mapping(value) else value
-
-
-def completed(recorded):
+def with_new_defaults(recorded):
     """A recorded config with the defaults of settings that are newer than the run; warns of them.
 
     A dict that is not a config is returned unchanged.
@@ -144,28 +105,25 @@ def completed(recorded):
     family = model.get("family") if isinstance(model, dict) else None
     if not isinstance(family, str) or family not in FAMILIES:
         return recorded
-    defaults = json.loads(json.dumps(default_config(family).to_dict()))
-    whole, new = _with_defaults(recorded, defaults), []
-    for name in setting_names(defaults):
-        block, _, key = name.removeprefix("config.").rpartition(".")
-        try:
-            is_new = key not in (value_of(recorded, block) if block else recorded)
-        except UsageError:  # the block is new
-            is_new = True
-        if is_new:
-            new.append(f"{name}={value_of(defaults, name.removeprefix('config.'))!r}")
+    new = []
+    whole = _merged(recorded, json.loads(default_config(family).to_json()), "config", new)
     if new:
         _warn_of_new_settings(", ".join(new))
     return whole
 
 
-def _with_defaults(recorded, defaults):
-    if not is_mapping(recorded) or not is_mapping(defaults):
+def _merged(recorded, known, name, new):
+    """`recorded` with what only `known` has; the names and values of these are added to `new`."""
+    if not isinstance(recorded, dict) or not isinstance(known, dict):
         return recorded
-    known = {
-        key: _with_defaults(recorded.get(key, value), value) for key, value in defaults.items()
-    }
-    return {**known, **{key: value for key, value in recorded.items() if key not in known}}
+    merged = dict(recorded)
+    for key, value in known.items():
+        if key in recorded:
+            merged[key] = _merged(recorded[key], value, f"{name}.{key}", new)
+        else:
+            merged[key] = value
+            new.append(f"{name}.{key}={value!r}")
+    return merged
 
 
 @functools.cache

@@ -1,4 +1,6 @@
-"""Dotted names of settings, and suggestions for unknown ones."""
+"""Dotted names of settings: reading and changing them, and suggestions for unknown ones."""
+
+from ml_collections import ConfigDict
 
 from efx.errors import UsageError, nearest
 
@@ -54,6 +56,26 @@ def value_of(config, key):
             raise unknown_setting(name, block, config)
         block = block[part]
     return block
+
+
+def apply(config, changes, where=""):
+    """Set dotted keys of a ConfigDict in place and return it.
+
+    Args:
+      where: beginning of the message of a UsageError.
+    """
+    for key, value in changes.items():
+        try:
+            if isinstance(value_of(config, key), ConfigDict):
+                raise UsageError(f"config.{key} is a block of settings; set its settings")
+            config.update_from_flattened_dict({key: value})
+        except UsageError as error:
+            raise UsageError(f"{where}{error}") from None
+        except TypeError:
+            block, _, name = key.rpartition(".")
+            expected = (value_of(config, block) if block else config).get_type(name).__name__
+            raise UsageError(f"{where}config.{key}={value!r}: expected {expected}") from None
+    return config
 
 
 def unknown_setting(name, block, config):

@@ -33,7 +33,6 @@ from efx.parallel.sharding import DEFAULT_RULES
 Seed = Annotated[int, Range(least=0, below=2**32)]
 ProperFraction = Annotated[float, Range(above=0, below=1)]
 Devices = Annotated[int, Range(least=-1)]
-Vocabulary = Annotated[int, Range(least=2)]  # vectors of one word all have one direction
 
 
 @block("config.data")
@@ -382,19 +381,9 @@ class LogConfig:
 
     every: Count = 20  # steps
     tensorboard: bool = True  # write event files to the run directory
-    wandb: str = ""  # Weights & Biases project
-    wandb_group: str = ""  # group of runs there
-    wandb_tags: tuple[str, ...] = ()  # tags of the run there
+    wandb: str = ""  # Weights & Biases project; others by its variables, WANDB_TAGS...
     profile_at: Natural = 0  # first profiled step; 0: no profile
     profile_steps: Count = 5  # number of profiled steps
-
-    def check(self):
-        for name in ("wandb_group", "wandb_tags"):
-            if getattr(self, name) and not self.wandb:
-                raise UsageError(
-                    f"{self.where}.{name}={getattr(self, name)!r}: needs {self.where}.wandb, "
-                    "the name of a project"
-                )
 
 
 @block("config.evaluate")
@@ -436,12 +425,6 @@ class ClusterConfig:
 
     count: Count = 4  # number of clusters
     method: Literal["balanced", "random"] = "balanced"  # clusters of one size; "random": control
-    features: Vocabulary = 50_000  # words of the tf-idf vectors: the most frequent
-    min_documents: Count = 2  # that contain a word
-    dimensions: Count = 100  # of the truncated SVD
-    iterations: Count = 20  # of k-means, at most
-    restarts: Count = 3  # of k-means; the best is kept
-    fit_documents: Count = 20_000  # used to fit; all others join the nearest cluster
     seed_fraction: ProperFraction = 0.25  # of the budget, for the seed model on all text
 
 
@@ -488,7 +471,7 @@ class Config:
             raise UsageError(
                 "config.optim.name='schedule_free_adamw': evaluates averaged parameters, whose "
                 "scores the thresholds do not follow; use another optimiser, or "
-                f"{routing.where}.causal='aux_loss' or 'predictor'"
+                f"{routing.where}.causal_decision='aux_loss' or 'predictor'"
             )
 
 

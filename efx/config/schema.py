@@ -45,6 +45,16 @@ class Range:
         """Whether there is no upper bound."""
         return self.most is None and self.below is None
 
+    def words(self):
+        """The range in words, such as "at least 1" or "in (0, 1]"."""
+        low = f"[{self.least}" if self.above is None else f"({self.above}"
+        high = f"{self.most}]" if self.below is None else f"{self.below})"
+        if "None" not in low + high:
+            return f"in {low}, {high}"
+        if self.above is not None:
+            return f"more than {self.above}"
+        return "" if self.least is None else f"at least {self.least}"
+
     def violation(self, value, kind):
         """What a number must be, if it is out of range, such as "at least 1"; else "".
 
@@ -56,22 +66,14 @@ class Range:
         if self.is_unbounded and abs(value) > _LARGEST[kind]:
             limit = format(_LARGEST[kind], "d" if kind is int else ".8g")
             return f"at most {limit} in size, the largest {kind.__name__}32"
-        for bound, is_valid, words in (
-            (self.least, operator.ge, "at least"),
-            (self.above, operator.gt, "more than"),
-            (self.most, operator.le, "at most"),
-            (self.below, operator.lt, "less than"),
-        ):
-            if bound is not None and not is_valid(value, bound):
-                return self._interval() or f"{words} {bound}"
-        return ""
-
-    def _interval(self):
-        """The range as "in (0, 1]", or "" without two bounds of which one is exclusive."""
-        low = f"[{self.least}" if self.above is None else f"({self.above}"
-        high = f"{self.most}]" if self.below is None else f"{self.below})"
-        has_exclusive = self.above is not None or self.below is not None
-        return f"in {low}, {high}" if has_exclusive and "None" not in low + high else ""
+        bounds = (
+            (self.least, operator.ge),
+            (self.above, operator.gt),
+            (self.most, operator.le),
+            (self.below, operator.lt),
+        )
+        is_valid = all(bound is None or holds(value, bound) for bound, holds in bounds)
+        return "" if is_valid else self.words()
 
 
 Count = Annotated[int, Range(least=1)]
@@ -199,7 +201,7 @@ def _as_option(hint, value, where):
     if origin is tuple:
         item, _ = typing.get_args(hint)
         if isinstance(value, (tuple, list)):
-            return _tuple_of(item, value, where)
+            return tuple(converted(item, x, f"{where}[{i}]") for i, x in enumerate(value))
     elif is_block(hint):
         return value if isinstance(value, hint) else make(hint, value)
     elif hint is float and isinstance(value, int) and not isinstance(value, bool):
@@ -224,14 +226,6 @@ def check_regex(pattern, where):
         raise UsageError(f"{where}={pattern!r} is not a regular expression: {error}") from None
 
 
-def _tuple_of(hint, values, where):
-    try:
-        return tuple(converted(hint, value, where) for value in values)
-    except UsageError as refusal:  # it names one value; the message should name them all
-        message = str(refusal).partition(": ")[2]
-        raise UsageError(f"{where}={values!r}: {message}") from None
-
-
 def _type_name(hint):
     origin = typing.get_origin(hint)
     if hint is types.NoneType:
@@ -242,11 +236,9 @@ def _type_name(hint):
         return "one of " + ", ".join(typing.get_args(hint))
     if origin is tuple:
         return f"a tuple of {_type_name(typing.get_args(hint)[0])}"
-    return (
-        " or ".join(map(_type_name, _options(hint)))
-        if not isinstance(hint, type)
-        else hint.__name__
-    )
+    if isinstance(hint, type):
+        return hint.__name__
+    return " or ".join(map(_type_name, _options(hint)))
 
 
 def make(cls, mapping):
@@ -294,11 +286,8 @@ def as_dict(settings):
     """A block as nested plain dicts with its tuples; a mapping as a plain dict."""
     if not is_block(settings):
         return dict(settings.items())
-    return {
-        name: as_dict(value) if is_block(value) else value
-        for name in _hints(type(settings))
-        for value in [getattr(settings, name)]
-    }
+    values = {name: getattr(settings, name) for name in names_of(type(settings))}
+    return {name: as_dict(value) if is_block(value) else value for name, value in values.items()}
 
 
 def replaced(settings, changes):

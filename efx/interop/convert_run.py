@@ -47,11 +47,7 @@ def config_for(folder, to, config=None):
         config.init = default_config().init
         config.optim.frozen, config.optim.lr_multipliers = "", ()
         config.update_from_flattened_dict(convert_mod.RECIPE)
-    if config.model.family != "decoder":
-        raise UsageError(
-            f"config.model.family={config.model.family!r}: --mode=convert writes a decoder; use "
-            "another --config"
-        )
+    new_run.check_decoder(config, "convert")
     config.update_from_flattened_dict(
         {f"model.{key}": value for key, value in _inherited_settings(parent, to).items()}
     )

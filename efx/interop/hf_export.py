@@ -35,16 +35,16 @@ TRANSFORMERS = "transformers>=4.57.1,<6"
 # Copied into exports. efx never imports it, because it needs torch and transformers.
 CODE = Path(__file__).with_name("modeling_efx.py")
 DTYPES = ("float32", "bfloat16")
+SHARD_SIZE = "5GB"  # largest size of a file
 
 
-def export_run(config, workdir, folder, *, step=None, dtype=None, shard_size="5GB"):
+def export_run(config, workdir, folder, *, step=None, dtype=None):
     """Write the model of a run's checkpoint into a new folder.
 
     Args:
       config: ConfigDict, of the run.
       step: of the checkpoint; None: the newest.
       dtype: of the arrays, one of `DTYPES`; None: float32.
-      shard_size: largest size of a file, in bytes or as "5GB".
     Raises: UsageError, and writes nothing, for a model that cannot be exported.
     """
     dtype = dtype or DTYPES[0]
@@ -60,7 +60,7 @@ def export_run(config, workdir, folder, *, step=None, dtype=None, shard_size="5G
         train_batches = itertools.islice(built.data.train_iterator(), batches)
         variables = calibrate(built.model, params, variables, train_batches)
     variables = {**variables, "params": params}
-    written = write_model(folder, built.model, variables, built.tokenizer, dtype, shard_size)
+    written = write_model(folder, built.model, variables, built.tokenizer, dtype)
     as_kind = f"with {CODE.name}: {TRANSFORMERS} loads it with trust_remote_code=True"
     if written["model_type"] in ARCHITECTURES:
         as_kind = f"as {ARCHITECTURES[written['model_type']].name}, for {TRANSFORMERS}"
@@ -70,7 +70,7 @@ def export_run(config, workdir, folder, *, step=None, dtype=None, shard_size="5G
         print(warning)
 
 
-def write_model(folder, model, variables, tokenizer=None, dtype="float32", shard_size="5GB"):
+def write_model(folder, model, variables, tokenizer=None, dtype="float32"):
     """Write a decoder and its tokenizer into a new folder. Returns: the contents of config.json."""
     check_exportable(model.config, model.adapter.kind if hasattr(model, "adapter") else "none")
     check_new(folder)
@@ -91,7 +91,7 @@ def write_model(folder, model, variables, tokenizer=None, dtype="float32", shard
             part.mkdir()
             for name, text in files.items():
                 (part / name).write_text(text, encoding="utf-8")
-            _write_arrays(part, arrays, dtype, shard_size)
+            _write_arrays(part, arrays, dtype)
     except (OSError, SafetensorError) as error:
         reason = io.describe_os_error(error) if isinstance(error, OSError) else error
         raise UsageError(f"{folder} cannot be written: {reason}") from error
@@ -108,14 +108,14 @@ def check_new(folder):
         raise UsageError(f"{folder}: is not empty; use a new folder")
 
 
-def _write_arrays(folder, arrays, dtype, shard_size):
+def _write_arrays(folder, arrays, dtype):
     """Write safetensors files, with an index if there are several."""
     itemsize = jnp.dtype(dtype).itemsize
     split = split_state_dict_into_shards_factory(
         arrays,
         get_storage_size=lambda array: array.size * itemsize,
         filename_pattern="model{suffix}.safetensors",
-        max_shard_size=shard_size,
+        max_shard_size=SHARD_SIZE,
     )
     for name, keys in split.filename_to_tensors.items():
         shard = {key: np.asarray(arrays[key], jnp.dtype(dtype), order="C") for key in keys}
@@ -150,7 +150,7 @@ _VALUES = {
     "depth_routing.gate": ("identity", "sigmoid", "tanh", "twice_sigmoid", "one"),
     "depth_routing.score": ("router",),
     "depth_routing.train_selection": ("topk", "threshold"),
-    "depth_routing.causal": ("aux_loss", "threshold", "predictor"),
+    "depth_routing.causal_decision": ("aux_loss", "threshold", "predictor"),
     "depth_routing.kv_for_skipped": (False,),
     "depth_routing.skip_mlp": (0,),
 }
@@ -170,7 +170,7 @@ _EVERY_VALUE = frozenset(
     mlp.moe.num_shared mlp.moe.num_noop mlp.moe.computed_fraction dropout.rate dropout.sites
 
     depth_routing.recursions depth_routing.every depth_routing.blocks depth_routing.capacity
-    depth_routing.capacity_stages depth_routing.also_train depth_routing.predictor_hidden
+    depth_routing.capacity_stages depth_routing.extra_decisions depth_routing.predictor_hidden
     depth_routing.threshold_decay depth_routing.threshold_warmup depth_routing.bce_reaches_input
     depth_routing.slack""".split()
 )
@@ -252,7 +252,7 @@ def efx_config(model):
             for i in range(c.depth)
         ],
         routing=dict(
-            decision=routing.causal,
+            decision=routing.causal_decision,
             router_norm=routing.router_norm,
             gate=routing.gate,
             slack=routing.slack,

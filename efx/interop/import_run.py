@@ -137,11 +137,7 @@ def config_for(folder, config=None):
         config = default_config()
         seq_len = min(_SEQ_LEN, changes["model.context"])
         config.update_from_flattened_dict({**RECIPE, "data.seq_len": seq_len})
-    if config.model.family != "decoder":
-        raise UsageError(
-            f"config.model.family={config.model.family!r}: --mode=import writes a decoder; use "
-            "another --config"
-        )
+    new_run.check_decoder(config, "import")
     config.update_from_flattened_dict(changes)
     config.data.tokenizer = str((folder / run_dir.TOKENIZER_FILE).resolve())
     return config

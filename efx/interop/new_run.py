@@ -67,6 +67,15 @@ def opened(workdir, config, command_line):
             raise
 
 
+def check_decoder(config, mode):
+    """Raise UsageError unless a ConfigDict is one of a decoder."""
+    if config.model.family != "decoder":
+        raise UsageError(
+            f"config.model.family={config.model.family!r}: --mode={mode} writes a decoder; use "
+            "another --config"
+        )
+
+
 def check_inherited(config, settings):
     """Raise UsageError unless a `Config` has these settings, {key of config.model: value}.
 

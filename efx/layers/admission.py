@@ -54,7 +54,7 @@ def choose_by_sign(module, logits_BTE, capacity, rate, slots, call, loss):
     Returns: masks [B, T, E]: computed, selected by logit > 0, admitted of these, top-k (None while
       decoding).
     """
-    valid_BT = call.real(len(logits_BTE))
+    valid_BT = call.valid_mask(len(logits_BTE))
     selected_BTE = (logits_BTE > 0) & valid_BT[..., None]
     admitted_BTE, _ = admit(module, selected_BTE, rate, slots, call)
     if call.decode:
@@ -62,7 +62,7 @@ def choose_by_sign(module, logits_BTE, capacity, rate, slots, call, loss):
     select_topk = jax.vmap(selection.select_topk, (2, None, None, None), 2)
     scores_BTE = jax.lax.stop_gradient(logits_BTE)
     topk_BTE = select_topk(scores_BTE, capacity, valid_BT, call.segment_ids_BT)
-    if batch_means.wanted(module):
+    if batch_means.is_collecting(module):
         bce_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, topk_BTE.astype(jnp.float32))
         bce = batch_means.over(jnp.mean(bce_BTE, axis=-1), valid_BT)
         batch_means.sow(module, "losses", loss, bce)

@@ -37,7 +37,7 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x_BTD, call, context=None):
         """Attention from the tokens x to themselves, or to `context` = (states [B, S, D], their
-        `Call`). A context without a call (None) is another state of the same tokens (S = T).
+        `TokenContext`; None: other states of the same tokens, S = T).
 
         While decoding, the keys and values go into the cache; see `CacheView.access`. The result is
         None if the call only writes.

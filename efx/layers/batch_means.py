@@ -73,7 +73,7 @@ def over(value, valid_BT=None, function=None):
     return Mean(total, jnp.sum(valid_BT, dtype=jnp.float32), function)
 
 
-def wanted(module):
+def is_collecting(module):
     """Whether the caller collects losses or statistics of this module."""
     return any(map(module.is_mutable_collection, ("losses", "stats", COLLECTION)))
 

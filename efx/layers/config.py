@@ -427,7 +427,8 @@ def block_in_stack(b, c, index):
     Args:
       b: of a block without experts. c: resolved config of the family.
     """
-    changes, moe, soft = dict(attention=b.attention.of_block(index)), c.mlp.moe, c.soft_experts
+    moe, soft = c.mlp.moe, c.soft_experts
+    changes = dict(attention=b.attention.of_block(index), cross=b.cross and b.cross.of_block(index))
     if c.mlp.kind == "moe" and moe.in_block(index):
         changes |= dict(moe=moe, hidden=moe.expert_hidden or b.hidden)
     if soft.in_block(index):

@@ -121,15 +121,12 @@ def add_to_rows(total, new, rows_B):
 
 # ---- groups ------------------------------------------------------------------------------------
 
-ALL_GROUPS = 1  # segment id of tokens that every group sees; those of groups are larger
-
 
 def _attend_group(module, q_BTNH, k_BSKH, v_BSKH, call, key_call, dropout, *, window, **options):
     """Attention of new tokens over those of their own group; the cache holds the last group.
 
-    A slot is a position in a group. Segment ids mask the slots of earlier groups; `ALL_GROUPS`
-    marks memory tokens, which stay at positions of their own. The new tokens, which may belong to
-    several groups, also see each other.
+    A slot is a position in a group. Segment ids mask the slots of earlier groups. The new tokens,
+    which may belong to several groups, also see each other.
 
     Args:
       call, key_call: positions_BT are positions in a group, negative for padding, segment_ids_BT
@@ -156,8 +153,7 @@ def _attend_group(module, q_BTNH, k_BSKH, v_BSKH, call, key_call, dropout, *, wi
         jnp.concatenate([slots.value, y], axis=1) for slots, y in zip(cache, new, strict=True)
     )
     allowed_BTS = visible(call.positions_BT, all_position_BS, window)
-    same_BTS = all_group_BS[:, None] == call.segment_ids_BT[:, :, None]
-    allowed_BTS = allowed_BTS & (same_BTS | (all_group_BS[:, None] == ALL_GROUPS))
+    allowed_BTS = allowed_BTS & (all_group_BS[:, None] == call.segment_ids_BT[:, :, None])
     if dropout is not None:
         options["drop_probs"] = partial(
             dropout.drop_probs, call=call, key_positions_BS=all_position_BS

@@ -110,7 +110,7 @@ def _sow_mask(module, m, rounded, counted, call):
       m, rounded: the mask before and after rounding, [B, T, D], or [B, K, G, T, S] of attention.
       counted: bool, the elements to average over; broadcasts to m.
     """
-    if batch_means.wanted(module):
+    if batch_means.is_collecting(module):
         weight = jnp.broadcast_to(counted.astype(jnp.float32), m.shape)
         count = jnp.sum(weight)
         for collection, values in (("losses", penalties(m)), ("stats", statistics(m, rounded))):
@@ -166,7 +166,7 @@ class ElementwiseMask(nn.Module):
         a_D, b_D = _frequency_and_phase(self, self.config, "norm", x_BTD.shape[-1])
         m_BTD, rounded_BTD = _elementwise_mask(self.config, x_BTD, a_D[None, None], b_D[None, None])
         if not call.decode:
-            _sow_mask(self, m_BTD, rounded_BTD, call.real(len(x_BTD))[..., None], call)
+            _sow_mask(self, m_BTD, rounded_BTD, call.valid_mask(len(x_BTD))[..., None], call)
         return apply_mask(x_BTD, rounded_BTD)
 
 
@@ -189,7 +189,7 @@ class ElementwiseProbsMask(nn.Module):
         a, b = a_and_b_2BS[:, :, None, None, None]
         m_BKGTS, rounded_BKGTS = _elementwise_mask(self.config, probs_BKGTS, a, b)
         if not call.decode:
-            counted_BTS = allowed_BTS & call.real(len(probs_BKGTS))[..., None]
+            counted_BTS = allowed_BTS & call.valid_mask(len(probs_BKGTS))[..., None]
             _sow_mask(self, m_BKGTS, rounded_BKGTS, counted_BTS[:, None, None], call)
         return probs_BKGTS * rounded_BKGTS
 
@@ -282,7 +282,7 @@ class AttentionMask(nn.Module):
             uniform = jax.random.uniform(self.make_rng("dropout"), m_BTD.shape, jnp.float32)
         rounded_BTD = round_mask(m_BTD, c.rounding, uniform)
         if not call.decode:
-            _sow_mask(self, m_BTD, rounded_BTD, call.real(len(x_BTD))[..., None], call)
+            _sow_mask(self, m_BTD, rounded_BTD, call.valid_mask(len(x_BTD))[..., None], call)
         return apply_mask(x_BTD, rounded_BTD)
 
 
@@ -304,5 +304,5 @@ def make_dropout(block, site, name=None):
 
 
 def make_mask_input(block, name=None):
-    """Make the module that computes `Call.mask_input_BTD`, or return None if no mask reads it."""
+    """Make the module of `TokenContext.mask_input_BTD`, or return None if no mask reads it."""
     return MaskInput(block, name=name) if block.dropout.has_mask_input else None

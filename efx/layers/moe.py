@@ -132,7 +132,7 @@ class MoE(MLP):
         weight_BTK = jnp.sum(jnp.where(is_choice_BTKE, probs_BTE[:, :, None], 0.0), axis=-1)
         if c.renormalise:
             weight_BTK = weight_BTK / jnp.sum(weight_BTK, axis=-1, keepdims=True)
-        valid_BT = call.real(batch)
+        valid_BT = call.valid_mask(batch)
         # No-op experts admit no tokens.
         is_choice_BTKE = is_choice_BTKE[..., : c.num_experts] & valid_BT[..., None, None]
         selected_BTE = jnp.any(is_choice_BTKE, axis=2)
@@ -152,7 +152,7 @@ class MoE(MLP):
             # Read only the weights of the selected experts, which are fewer than all.
             y_CD = experts(jnp.repeat(x_BTD[:, 0], c.top_k, axis=0), expert_BTK.reshape(-1))
             y_BTKD = y_CD.reshape(batch, 1, c.top_k, width)
-            return jnp.sum(selection.weighted(y_BTKD, weight_BTK), axis=2)
+            return jnp.sum(selection.scale(y_BTKD, weight_BTK), axis=2)
         choices = is_choice_BTKE, weight_BTK
         return self._compute(sum_over_choices, experts, x_BTD, admitted_BTE, choices, call)
 
@@ -164,7 +164,7 @@ class MoE(MLP):
         )
         computed_BTE, selected_BTE, *_ = masks
         if not call.decode:
-            self._report_expert_choice(logits_BTE, *masks, call.real(len(x_BTD)))
+            self._report_expert_choice(logits_BTE, *masks, call.valid_mask(len(x_BTD)))
         weight_BTE = jnp.where(computed_BTE, jax.nn.sigmoid(logits_BTE), 0.0)
         self._sow_weights(weight_BTE, computed_BTE, call)
         self._sow_choices(selected_BTE, computed_BTE, weight_BTE, call)
@@ -183,12 +183,12 @@ class MoE(MLP):
 
         # `slots` counts from the start of a sequence: a later chunk may have more admitted tokens.
         start_BTD = jnp.zeros(x_BTD.shape, jnp.float32)
-        return selection.in_rounds(experts, computed_BTE, slots, start_BTD, add_round)
+        return selection.loop_over_selected(experts, computed_BTE, slots, start_BTD, add_round)
 
     # ---- losses and statistics ----
 
     def _report_token_choice(self, logits_BTE, expert_BTK, selected_BTE, admitted_BTE, valid_BT):
-        if not batch_means.wanted(self):
+        if not batch_means.is_collecting(self):
             return
         c = self.config
         log_probs_BTE = jax.nn.log_softmax(logits_BTE, axis=-1)
@@ -217,7 +217,7 @@ class MoE(MLP):
     def _report_expert_choice(
         self, logits_BTE, computed_BTE, selected_BTE, admitted_BTE, topk_BTE, valid_BT
     ):
-        if not batch_means.wanted(self):
+        if not batch_means.is_collecting(self):
             return
         load = batch_means.over(selected_BTE.astype(jnp.float32), valid_BT)
         overflow = jnp.sum(selected_BTE & ~admitted_BTE, dtype=jnp.float32)
@@ -266,7 +266,7 @@ def sum_over_choices(experts, x_BTD, index_EBC, is_choice_BTKE, weight_BTK):
     top_k = weight_BTK.shape[-1]
     # The choice of each token that is this expert, and the pair in each slot.
     choice_BTE = jnp.argmax(is_choice_BTKE, axis=2)
-    choice_EBC = jax.vmap(selection.take, in_axes=(2, 0))(choice_BTE, index_EBC)
+    choice_EBC = jax.vmap(selection.gather, in_axes=(2, 0))(choice_BTE, index_EBC)
     pair_BS = jnp.moveaxis(index_EBC * top_k + choice_EBC, 0, 1).reshape(batch, -1)
     pair_BS = selection.distinct(pair_BS, length * top_k)
 
@@ -282,21 +282,21 @@ def sum_over_choices(experts, x_BTD, index_EBC, is_choice_BTKE, weight_BTK):
     x_EBCD = jnp.moveaxis(x_BSD.reshape(batch, num_experts, slots, width), 1, 0)
     y_BSD = jnp.moveaxis(run_experts(experts, x_EBCD), 0, 1).reshape(batch, -1, width)
     y_BTKD = jax.vmap(scatter)(y_BSD, pair_BS).reshape(x_BTKD.shape)
-    return jnp.sum(selection.weighted(y_BTKD, weight_BTK), axis=2)
+    return jnp.sum(selection.scale(y_BTKD, weight_BTK), axis=2)
 
 
 def sum_over_experts(experts, x_BTD, index_EBC, weight_BTE):
     """The sum over any number of experts of each token: adds one expert after the other."""
     wide_BTD = x_BTD.astype(jnp.float32)  # the gradient of x is a sum over experts
     x_EBCD = jax.lax.map(
-        lambda index_BC: selection.take(wide_BTD, index_BC).astype(x_BTD.dtype), index_EBC
+        lambda index_BC: selection.gather(wide_BTD, index_BC).astype(x_BTD.dtype), index_EBC
     )
     y_EBCD = run_experts(experts, x_EBCD)
-    weight_EBC = jax.vmap(selection.take, in_axes=(2, 0))(weight_BTE, index_EBC)
+    weight_EBC = jax.vmap(selection.gather, in_axes=(2, 0))(weight_BTE, index_EBC)
 
     def add_expert(y_BTD, expert):
         index_BC, y_BCD, weight_BC = expert
-        return selection.add(y_BTD, index_BC, selection.weighted(y_BCD, weight_BC)), None
+        return selection.scatter_add(y_BTD, index_BC, selection.scale(y_BCD, weight_BC)), None
 
     start_BTD = jnp.zeros(x_BTD.shape, jnp.float32)
     return jax.lax.scan(add_expert, start_BTD, (index_EBC, y_EBCD, weight_EBC))[0]

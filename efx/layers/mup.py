@@ -12,7 +12,7 @@ the base width:
     embeddings, head, vectors     unchanged
 
 Routers and gates, the last layer of a predictor included, are output layers with a fixed number of
-outputs. Embeddings include positions, memory tokens and the first latents of the latent family. At
+outputs. Embeddings include positions and the first latents of the latent family. At
 the base width m is 1 and muP is the model without it. Decoupled weight decay is lr * weight_decay
 at every width.
 """

@@ -18,7 +18,8 @@ class Report(NamedTuple):
       statistics: prefixes of sown `stats` that become metrics as they are, under the causal
         decisions.
       rows: further metrics, of (model, tokens of a sequence, `efx.train.evaluator.Passes`).
-      selections: of a model, the values of `Call.selection` beside "causal" that are evaluated.
+      selections: of a model, the values of `TokenContext.selection` that are evaluated beside
+        "causal".
     """
 
     words: dict
@@ -31,7 +32,7 @@ def health_requested(module, call):
     """Whether to sow how much a part of the model does: in evaluation by the causal decisions, so
     that no step of training or of sampling computes it."""
     is_evaluation = call.selection == "causal" and not call.train and not call.decode
-    return is_evaluation and batch_means.wanted(module)
+    return is_evaluation and batch_means.is_collecting(module)
 
 
 def sow_increment(module, name, increment_BTD, stream_BTD, valid_BT, call):
@@ -80,7 +81,7 @@ class Choice:
 
     Attributes:
       value: [B, T, ...].
-      positions_BT: positions of these tokens, as in `Call`; negative: a slot without a token.
+      positions_BT: positions of these tokens; negative: a slot without a token.
     """
 
     value: Any
@@ -96,7 +97,7 @@ def sow_choice(module, name, value, call):
     """Sow a `Choice`, if requested.
 
     Args:
-      value: [B, T, ...]. call: `Call` of these tokens; None: all tokens of the sequence, in order.
+      value: [B, T, ...]. call: of these tokens; None: all tokens of the sequence, in order.
     """
     if not choices_requested(module):
         return

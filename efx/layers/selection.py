@@ -1,7 +1,7 @@
 """Select tokens, gather them and scatter results: pure functions with static shapes.
 
 A selection is a mask, bool [B, T]. `compact` turns it into the positions [B, C] of the selected
-tokens, in time order, by which `take`, `add` and `put` gather and scatter. Unused slots hold
+tokens, in time order, by which `gather`, `scatter_add` and `scatter_set` work. Unused slots hold
 distinct out-of-range positions: gathers fill them, scatters drop them, and the indices of a scatter
 are unique (GPUs add duplicates in any order).
 """
@@ -159,7 +159,7 @@ def admit(selected_BT, rate, call, admitted_B=None, slots=None):
 
     Args:
       selected_BT: bool [B, T], or [B, T, E] with a limit for each of E experts.
-      call: `Call` of these tokens; `count_BT`, or the position + 1, is n.
+      call: `TokenContext` of these tokens; `count_BT`, or the position + 1, is n.
       admitted_B: int [B] or [B, E], tokens admitted before this call (decoding).
       slots: maximum number of admitted tokens of a row, or None. Binds only in packed rows of many
         documents.
@@ -212,7 +212,7 @@ def compact(selected_BT, slots):
     )(slot_BT)
 
 
-def take(x_BT, index_BC, fill=0):
+def gather(x_BT, index_BC, fill=0):
     """Rows of x [B, T, ...] at these positions, [B, C, ...]; `fill` in unused slots."""
     # Vmapped over the batch: on a mesh that splits the batch this needs no collectives.
     return jax.vmap(
@@ -222,21 +222,21 @@ def take(x_BT, index_BC, fill=0):
     )(x_BT, index_BC)
 
 
-def add(x_BT, index_BC, y_BC):
+def scatter_add(x_BT, index_BC, y_BC):
     """x with y [B, C, ...] added at these positions."""
     return jax.vmap(lambda x, index, y: x.at[index].add(y.astype(x.dtype), **_SCATTER))(
         x_BT, index_BC, y_BC
     )
 
 
-def put(x_BT, index_BC, y_BC):
+def scatter_set(x_BT, index_BC, y_BC):
     """x with y [B, C, ...] at these positions."""
     return jax.vmap(lambda x, index, y: x.at[index].set(y.astype(x.dtype), **_SCATTER))(
         x_BT, index_BC, y_BC
     )
 
 
-def weighted(y, weight):
+def scale(y, weight):
     """float32 y [..., D] * weight [...], whatever the dtype of y."""
     return y.astype(jnp.float32) * weight[..., None]
 
@@ -247,7 +247,7 @@ def distinct(index, size):
     return jnp.where(index < size, index, unused)
 
 
-def in_rounds(module, selected_BT, slots, start, body, carries=False):
+def loop_over_selected(module, selected_BT, slots, start, body, carries=False):
     """Compute all selected tokens in a while loop, `slots` of each row in an iteration.
 
     The number of selected tokens is unknown at compile time: usually one iteration is enough, and

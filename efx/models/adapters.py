@@ -24,12 +24,12 @@ from flax import linen as nn
 
 from efx.config.schema import AtLeastOne, Count, Fraction, Number, block, check_regex
 from efx.layers import admission, batch_means, flops, selection
-from efx.layers.call import Call
 from efx.layers.linear import Linear, dot_float32
 from efx.layers.mlp import exact_gelu
 from efx.layers.moe import ROUTER_STD, largest_indices
 from efx.layers.norms import LayerNorm
 from efx.layers.report import Report, health_requested, sow_choice
+from efx.layers.token_context import TokenContext
 from efx.models.language_model import unrolled
 from efx.models.stack import first_of_scanned, first_of_unrolled, period
 from efx.parallel.sharding import only_shapes, parameter
@@ -129,7 +129,7 @@ class Adapter(nn.Module):
 
     @nn.compact
     def __call__(self, x, call):
-        """[..., D] -> [..., F]; `call` is the Call of these tokens, None if unknown."""
+        """[..., D] -> [..., F]; `call` is the TokenContext of these tokens, None if unknown."""
         c, width = self.config, x.shape[-1]
         experts = (c.num_experts,) if c.experts else ()
         down = self._param("down", width**-0.5, (*experts, width, c.rank), (self.axes[0], None))
@@ -157,7 +157,7 @@ class Adapter(nn.Module):
             h_NER = exact_gelu(h_NER)
         if weight_BTE is not None:
             weight_NE = weight_BTE.reshape(-1, weight_BTE.shape[-1])
-            h_NER = selection.weighted(h_NER, weight_NE).astype(h_NER.dtype)
+            h_NER = selection.scale(h_NER, weight_NE).astype(h_NER.dtype)
         return jnp.einsum("NER,ERF->NF", h_NER, up_ERF).reshape(batch, length, self.features)
 
     def _weights(self, x_BTD, call):
@@ -172,7 +172,7 @@ class Adapter(nn.Module):
             gate_BT = jax.nn.sigmoid(logit_BT)
             sow_choice(self, "gate", gate_BT, call)
             if call is not None and health_requested(self, call):
-                mean = batch_means.over(gate_BT, call.real(batch))
+                mean = batch_means.over(gate_BT, call.valid_mask(batch))
                 batch_means.sow(self, "stats", "adapter/gate", mean)
             return gate_BT[..., None]
         if c.routing == "uniform":
@@ -203,7 +203,7 @@ class Adapter(nn.Module):
         if call.decode:
             return self._weighted_sum(x_BTD, weight_BTE, down_EDR, up_ERF)
         self._report(weight_BTE, call)
-        if batch_means.wanted(self):
+        if batch_means.is_collecting(self):
             selected = jnp.sum(selected_BTE, dtype=jnp.float32)
             overflow = selected - jnp.sum(admitted_BTE, dtype=jnp.float32)
             batch_means.sow(
@@ -215,10 +215,10 @@ class Adapter(nn.Module):
 
         def add_expert(y_BTF, expert):
             index_BC, weight_BT, down_DR, up_RF = expert
-            x_BCD = selection.take(wide_BTD, index_BC).astype(self.dtype)
-            weight_BC1 = selection.take(weight_BT, index_BC)[..., None]
+            x_BCD = selection.gather(wide_BTD, index_BC).astype(self.dtype)
+            weight_BC1 = selection.gather(weight_BT, index_BC)[..., None]
             y_BCF = self._weighted_sum(x_BCD, weight_BC1, down_DR[None], up_RF[None])
-            return selection.add(y_BTF, index_BC, y_BCF), None
+            return selection.scatter_add(y_BTF, index_BC, y_BCF), None
 
         start_BTF = jnp.zeros((batch, length, self.features), jnp.float32)
         experts = index_EBC, jnp.moveaxis(weight_BTE, 2, 0), down_EDR, up_ERF
@@ -227,9 +227,9 @@ class Adapter(nn.Module):
     def _report(self, weight_BTE, call):
         """Sow statistics of the weights; experts with weight 0 are not used."""
         shape = weight_BTE.shape[:2]
-        valid_BT = jnp.ones(shape, bool) if call is None else call.real(len(weight_BTE))
+        valid_BT = jnp.ones(shape, bool) if call is None else call.valid_mask(len(weight_BTE))
         sow_choice(self, "weights", jnp.where(valid_BT[..., None], weight_BTE, 0.0), call)
-        if not batch_means.wanted(self):
+        if not batch_means.is_collecting(self):
             return
         used_BTE = (weight_BTE > 0).astype(jnp.float32)
         stats = {"experts_per_token": jnp.sum(used_BTE, axis=-1)}
@@ -266,11 +266,11 @@ def intercept_linear(replace_output):
 
 
 def call_of(x, calls):
-    """The `Call` of the tokens x: an argument of the innermost method call that has one; None if
-    that is the `Call` of other tokens, for instance where tokens become latents."""
+    """The `TokenContext` of the tokens x: an argument of the innermost method call that has one;
+    None if that is of other tokens, for instance where tokens become latents."""
     for _, args in reversed(calls):
         for value in args:
-            if isinstance(value, Call):
+            if isinstance(value, TokenContext):
                 return value if value.positions_BT.shape[-1] == x.shape[-2] else None
     return None
 

@@ -18,13 +18,13 @@ from typing import ClassVar, Literal
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx.config.schema import Count, Modules, Natural, NonNegative, Positions, block
+from efx.config.schema import Count, Modules, NonNegative, Positions, block
 from efx.errors import UsageError
-from efx.layers import batch_means, flops, norms
+from efx.layers import batch_means, flops
 from efx.layers.attention import Attention
-from efx.layers.call import Call
 from efx.layers.config import AttentionConfig, DropoutConfig, MuPConfig
 from efx.layers.linear import Linear
+from efx.layers.token_context import TokenContext
 from efx.models.language_model import LanguageModel
 from efx.routing.config import DepthRoutingConfig
 
@@ -38,12 +38,7 @@ class BridgedConfig:
     anchor: str = ""  # run directory of the model that predicts
     augment: tuple[str, ...] = ("",)  # run directories of the models that it reads, same tokenizer
     pairs: Modules = 2  # evenly spaced layers of each model that a bridge connects
-    # Cross-attention of the bridges, as in `config.model.attention`.
-    num_heads: Count = 4
-    qk_norm: Literal["none", "head", "width"] = "none"
-    window: Natural = 0
-    softcap: NonNegative = 0.0
-    norm: Literal["none", "rmsnorm", "layernorm"] = "none"  # of both inputs of a bridge
+    num_heads: Count = 4  # of the cross-attention of bridges
     init_std: NonNegative = 0.02
 
     # Settings of other families that the rest of efx reads.
@@ -75,11 +70,7 @@ class Bridge(nn.Module):
     @nn.compact
     def __call__(self, anchor_BTD, augment_BTD, call):
         """The increment [B, T, D] of the anchor's state; the two widths may differ."""
-        c, width, eps = self.config, anchor_BTD.shape[-1], 1e-5
-        if c.norm != "none":
-            norm, options = norms.NORMS[c.norm], dict(use_bias=True, eps=eps, dtype=self.dtype)
-            anchor_BTD = norm(**options, name="norm_query")(anchor_BTD)
-            augment_BTD = norm(**options, name="norm_context")(augment_BTD)
+        c, width = self.config, anchor_BTD.shape[-1]
         axes = "embed", "table"
         context_BTD = Linear(width, axes, c.init_std, dtype=self.dtype, name="project")(augment_BTD)
         attention = AttentionConfig(
@@ -88,11 +79,8 @@ class Bridge(nn.Module):
             head_dim=width // c.num_heads,
             bias="none",
             rope_theta=0.0,
-            qk_norm=c.qk_norm,
-            window=c.window,
-            softcap=c.softcap,
         )
-        fields = dict(std=c.init_std, std_out=0.0, norm_eps=eps, probs_dropout=None, width=width)
+        fields = dict(std=c.init_std, std_out=0.0, norm_eps=1e-5, probs_dropout=None, width=width)
         attend = Attention(attention, dtype=self.dtype, **fields, name="attention")
         return attend(anchor_BTD, call, (context_BTD, None))
 
@@ -198,7 +186,7 @@ class Bridged(LanguageModel):
     def ledger(self, length, selection="train", shares=None):
         """Nominal FLOPs of one sequence, members as in evaluation."""
         c, width = self.config, self.anchor_model.config.width
-        pairs = flops.causal_pairs(length, c.window)
+        pairs = flops.causal_pairs(length)
         parts = [self.anchor_model.ledger(length, "causal").nominal]
         for model in self.augment_models:
             parts.append({**model.ledger(length, "causal").nominal, "head": 0})
@@ -218,7 +206,7 @@ def intercept_layers(model, replace_output):
     """Context manager that replaces the output h [B, T, D] of each layer of a bound model.
 
     Args:
-      replace_output: (path of the layer in the model, h, its `Call`) -> the new h.
+      replace_output: (path of the layer in the model, h, its `TokenContext`) -> the new h.
     """
     paths, prefix, is_inside = layer_paths(model), "/".join((*model.path, "")), False
 
@@ -232,7 +220,7 @@ def intercept_layers(model, replace_output):
         is_inside = True
         h_BTD = next_fun(*args, **kwargs)
         is_inside = False
-        call = next(value for value in args if isinstance(value, Call))
+        call = next(value for value in args if isinstance(value, TokenContext))
         return replace_output(path.removeprefix(prefix), h_BTD, call)
 
     return nn.intercept_methods(intercept)

@@ -55,8 +55,6 @@ class EncoderDecoderConfig(ModelConfig):
     cross_source: Literal["same_layer", "previous_layer", "final"] = "previous_layer"
     # With "final": d_0 is Linear(encoder output), as published, or Linear(e_0).
     serial_start: Literal["encoder", "embedding"] = "encoder"
-    decoder_input_norm: bool = False  # d_0 = Linear(LN(...))
-    decoder_input_positions: bool = False  # d_0 + the embedding of the next position
     # "subtract": LN(d_L) - the embedding of the next position; "subtract_norm": then a norm.
     # None: "subtract" with learned positions, "none" with "rope".
     output_positions: Literal["none", "subtract", "subtract_norm"] | None = None
@@ -82,9 +80,10 @@ class EncoderDecoderConfig(ModelConfig):
             self.refuse("cross_heads", f"{heads} does not divide config.model.width={self.width}")
         if rope:
             self.attention.check_rotary(self.width // heads, f"config.model.cross_heads={heads}")
-            for name, off in (("decoder_input_positions", False), ("output_positions", "none")):
-                if getattr(self, name) not in (None, off):
-                    self.refuse(name, f"positions='rope' has no position embeddings; use {off!r}")
+            if self.output_positions not in (None, "none"):
+                self.refuse(
+                    "output_positions", "positions='rope' has no position embeddings; use 'none'"
+                )
         return dataclasses.replace(
             self,
             cross_heads=heads,
@@ -163,7 +162,7 @@ class DecoderBlock(blocks.Block):
             call = call.with_cache(access="both")
         if context is not None and self.kv_depends_on_block_output:
             all_BSD, all_call, index_BC = context
-            context = selection.put(all_BSD, index_BC, x_BTD), all_call
+            context = selection.scatter_set(all_BSD, index_BC, x_BTD), all_call
         return super().attention_increment(x_BTD, call, context)
 
     def _cross_attention(self, x_BTD, call):
@@ -181,7 +180,7 @@ class DecoderBlock(blocks.Block):
             return None
         y_BTD = blocks.norm_output(c, self.norm_cross, y_BTD)
         y_BTD = blocks.with_dropout(self.dropout_cross_output, y_BTD, call)
-        sow_increment(self, "cross", y_BTD, stream_BTD, call.real(len(y_BTD)), call)
+        sow_increment(self, "cross", y_BTD, stream_BTD, call.valid_mask(len(y_BTD)), call)
         return y_BTD
 
 
@@ -202,15 +201,15 @@ class TwoStreamLayer(nn.Module):
     @nn.compact
     def __call__(self, streams, call):
         (e_BTD, d_BTD), decoder = streams, self.spec.decoder
-        read_BTD = e_BTD
+        source_BTD = e_BTD
         for i, spec in enumerate(self.spec.encoder):
             e_BTD = Layer(spec, name=f"encoder_{i}")(e_BTD, call)
         if decoder is not None:
             if not self.spec.parallel:
-                read_BTD = e_BTD
+                source_BTD = e_BTD
             # Routed attention reads the encoder states of all tokens, not only of routed ones.
             routed = decoder.routing is not None and decoder.routing.routes_attention
-            call = call.replace(encoder=(read_BTD, call if routed else None))
+            call = call.replace(encoder=(source_BTD, call if routed else None))
             d_BTD = Layer(decoder, name="decoder")(d_BTD, call)
         return e_BTD, d_BTD
 
@@ -237,8 +236,8 @@ class EmbeddingLoss(nn.Module):
         a_BTD = norms.LayerNorm(**options, name="norm_embedding")(embedded_BTD)
         s_BTD = norms.LayerNorm(**options, name="norm_encoder")(jax.lax.stop_gradient(e_BTD))
         loss_BT = distance(self.kind, running_mean(a_BTD, segment_ids_BT), s_BTD)
-        real_BT = None if segment_ids_BT is None else segment_ids_BT > 0
-        batch_means.sow(self, "losses", "embedding", batch_means.over(loss_BT, real_BT))
+        valid_BT = None if segment_ids_BT is None else segment_ids_BT > 0
+        batch_means.sow(self, "losses", "embedding", batch_means.over(loss_BT, valid_BT))
 
 
 def running_mean(x_BTD, segment_ids_BT=None):
@@ -273,9 +272,8 @@ class EncoderDecoder(LanguageModel):
     def setup(self):
         c, block = self.config, self.block_config()
         # The last token also has a next position.
-        adds_next = c.decoder_input_positions or c.output_positions != "none"
-        self.setup_embedding(c.context + adds_next if c.positions == "learned" else 0)
-        self.norm_input = blocks.make_norm(block)
+        rows = c.context + (c.output_positions != "none")
+        self.setup_embedding(rows if c.positions == "learned" else 0)
         self.decoder_input = Linear(c.width, ("embed", "table"), block.std, c.use_bias, self.dtype)
         specs, last = self.layer_specs()
         self.layers = Stack(specs, c.scan_layers, c.remat, layer=TwoStreamLayer)
@@ -285,30 +283,26 @@ class EncoderDecoder(LanguageModel):
         self.loss = EmbeddingLoss(c.embedding_loss, c.embedding_loss_gains, c.norm_eps)
 
     def trunk(self, embedded_BTD, call):
-        c, next_BT = self.config, call.positions_BT + 1
+        c = self.config
         x_BTD = self.drop_embedding(embedded_BTD, call)
         if c.cross_source == "final":
             e_BTD, _ = self.layers((x_BTD, None), call)
             start_BTD = e_BTD if c.serial_start == "encoder" else x_BTD
-            streams = e_BTD, self._start_decoder(start_BTD, next_BT)
+            streams = e_BTD, self._start_decoder(start_BTD)
         else:
-            streams = self.layers((x_BTD, self._start_decoder(x_BTD, next_BT)), call)
+            streams = self.layers((x_BTD, self._start_decoder(x_BTD)), call)
         e_BTD, d_BTD = self.last(streams, call)
         has_loss = c.embedding_loss != "none" and not call.decode
-        if has_loss and (batch_means.wanted(self) or self.is_initializing()):
+        if has_loss and (batch_means.is_collecting(self) or self.is_initializing()):
             self.loss(embedded_BTD, e_BTD, call.segment_ids_BT)
         x_BTD = self.norm_final(d_BTD)
         if c.output_positions != "none":
-            x_BTD = x_BTD - self.position_embedding(next_BT, x_BTD.shape)
+            x_BTD = x_BTD - self.position_embedding(call.positions_BT + 1, x_BTD.shape)
         return self.norm_output(x_BTD) if c.output_positions == "subtract_norm" else x_BTD
 
-    def _start_decoder(self, x_BTD, next_BT):
+    def _start_decoder(self, x_BTD):
         """d_0."""
-        c = self.config
-        d_BTD = self.decoder_input(self.norm_input(x_BTD) if c.decoder_input_norm else x_BTD)
-        if c.decoder_input_positions:
-            d_BTD = d_BTD + self.position_embedding(next_BT, d_BTD.shape)
-        return constrain(d_BTD, "batch", "length", "act_embed")
+        return constrain(self.decoder_input(x_BTD), "batch", "length", "act_embed")
 
     @nn.nowrap
     def layer_specs(self):

@@ -9,9 +9,9 @@ from flax import linen as nn
 from efx.errors import UsageError
 from efx.layers import attend, flops, mup
 from efx.layers.block import with_dropout
-from efx.layers.call import CacheView, Call
 from efx.layers.learned_dropout import make_dropout, make_mask_input
 from efx.layers.linear import Embedding, Linear, broadcast
+from efx.layers.token_context import CacheView, TokenContext
 from efx.models import costs
 from efx.models.stack import names
 from efx.parallel.collectives import reshard
@@ -35,7 +35,7 @@ class LanguageModel(nn.Module):
         `scan_layers`, `remat`, `depth_routing`, `dropout`, `mup` and `member_runs` ((key, run
         directory), ... of its members).
       dtype: of activations; parameters are float32.
-      selection: as in `Call`; "auto" is "train" in training, else "causal".
+      selection: as in `TokenContext`; "auto" is "train" in training, else "causal".
     """
 
     config: Any
@@ -134,10 +134,6 @@ class LanguageModel(nn.Module):
         return self.apply(variables, batch["inputs"], positions_BT, segment_ids_BT, **options)
 
     @nn.nowrap
-    def check_packing(self):
-        """Raise UsageError if the model cannot compute rows of several documents."""
-
-    @nn.nowrap
     def blocks(self):
         """{path in the parameters of the unrolled model: `LayerSpec`}."""
         specs = self.specs()
@@ -149,13 +145,13 @@ class LanguageModel(nn.Module):
         return length
 
     @nn.nowrap
-    def token_of_place(self, path, positions_RS, length):
+    def token_indices(self, path, positions_RS, length):
         """int [R, S]: the token with which each position of a module's arrays is computed;
-        negative for padding and memory tokens.
+        negative for padding.
 
         Args:
           path: of the module in the unrolled model.
-          positions_RS: positions in the module's `Call` for one sequence of `length` tokens.
+          positions_RS: of the module's `TokenContext` for one sequence of `length` tokens.
         """
         return positions_RS
 
@@ -202,11 +198,11 @@ class LanguageModel(nn.Module):
 
     @nn.nowrap
     def make_call(self, positions_BT, segment_ids_BT, train, decode, cache_size):
-        """The `Call` for the layers."""
+        """The `TokenContext` for the layers."""
         selection = self.selection
         if selection == "auto":
             selection = "train" if train else "causal"
-        return Call(
+        return TokenContext(
             positions_BT,
             segment_ids_BT,
             cache=CacheView(cache_size) if decode else None,

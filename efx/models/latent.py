@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from efx.config.schema import Count, Modules, ModulesOrZero, NonNegative, Positions, block
+from efx.config.schema import Count, Modules, ModulesOrZero, block
 from efx.errors import UsageError
 from efx.layers import batch_means, flops, learned_dropout, mup, norms
 from efx.layers.block import (
@@ -54,7 +54,6 @@ from efx.models.language_model import LanguageModel
 from efx.models.latent_calls import (
     indices,
     level_calls,
-    prepend,
     rows_at,
     run_layers,
     with_mask_input,
@@ -73,7 +72,6 @@ class LatentLossConfig:
     """The loss `latent_prediction` of the next latent of the stack, see `LatentPrediction`."""
 
     kind: Literal["none", "cosine"] = "none"
-    target_gradient: bool = False  # the predicted latent gets a gradient too
 
 
 @block("config.model")
@@ -113,9 +111,6 @@ class LatentConfig(ModelConfig):
     # latents and decoder levels have tables by the position in the group. "level": such a table
     # for the tokens too. "rope": rotary positions, no tables. "both": "level" and "rope".
     positions: Literal["absolute", "level", "rope", "both"] = "absolute"
-    memory_local: Positions = 0  # learned tokens before each group, for local blocks
-    memory_global: Positions = 0  # learned tokens before the row, for global blocks and the stack
-    embedding_noise: NonNegative = 0.0  # uniform noise in training, within this / sqrt(T D)
     use_bias: bool = False
     tied: bool = True  # the output layer is the token embedding
     initialisation: Initialisation = "gpt2"  # "spike_no_more": sqrt(2 / (5 D)) of each level
@@ -194,14 +189,12 @@ class LatentConfig(ModelConfig):
         return -(-length // self.group_size)
 
     def sequence_length(self, kind, level, length):
-        """Memory tokens and latents of a sequence of blocks, in a row of `length` tokens.
+        """Latents of a sequence of blocks, in a row of `length` tokens.
 
         Args:
           kind: "local" (a group) or "global" (a row).
         """
-        if kind == "local":
-            return self.memory_local + self.sizes[level]
-        return self.memory_global + self.num_groups(length) * self.sizes[level]
+        return self.sizes[level] * (1 if kind == "local" else self.num_groups(length))
 
     def block_runs(self, side, level):
         """(("local" or "global", number of blocks), ...) of a level of "encoder" or "decoder"."""
@@ -249,21 +242,6 @@ class LatentConfig(ModelConfig):
 # ---- blocks of a level -------------------------------------------------------------------------
 
 
-def make_memory(module, kind, level):
-    """Learned memory tokens [count, D] of a level, a parameter of `module`.
-
-    Args:
-      module: has the fields `config` (a `LatentConfig`) and `dtype`.
-      kind: "local" or "global".
-    """
-    c, name = module.config, f"memory_{kind}"
-    shape = getattr(c, name), c.widths[level]
-    if not shape[0]:
-        return jnp.zeros(shape, module.dtype)
-    init = nn.initializers.normal(c.deviations(level).table)
-    return parameter(module, name, init, shape, ("position", "table")).astype(module.dtype)
-
-
 class LevelBlocks(nn.Module):
     """The local and global blocks of a level: [B, S, D] -> [B, S, D].
 
@@ -278,27 +256,21 @@ class LevelBlocks(nn.Module):
 
     @nn.compact
     def __call__(self, x_BSD, calls):
-        c, shape = self.config, x_BSD.shape
-        sequence_calls = {"local": calls.local, "global": calls.row}
-        blocks, memory = {}, {}
+        c, blocks = self.config, {}
+        sequence_calls = {"local": calls.group, "global": calls.row}
         for kind in dict(self.runs):
             context = c.sequence_length(kind, self.level, c.context)
             blocks[kind] = c.level_block(self.level, self.dtype, context)
-            memory[kind] = make_memory(self, kind, self.level)
             mask_input = learned_dropout.make_mask_input(blocks[kind], f"mask_input_{kind}")
-            x = self._sequences(kind, memory, x_BSD, calls)
+            x = calls.split_groups(x_BSD) if kind == "local" else x_BSD
             sequence_calls[kind] = with_mask_input(mask_input, x, sequence_calls[kind])
         for i, (kind, number) in enumerate(self.runs):
-            specs, count = (LayerSpec((blocks[kind],)),) * number, memory[kind].shape[-2]
-            stack = Stack(specs, False, c.remat, name=f"{kind}_{i}")
-            x = self._sequences(kind, memory, x_BSD, calls)
-            y = run_layers(stack, x, sequence_calls[kind])
-            memory[kind], x_BSD = y[:, :count], y[:, count:].reshape(shape)
+            stack = Stack(
+                (LayerSpec((blocks[kind],)),) * number, False, c.remat, name=f"{kind}_{i}"
+            )
+            x = calls.split_groups(x_BSD) if kind == "local" else x_BSD
+            x_BSD = run_layers(stack, x, sequence_calls[kind]).reshape(x_BSD.shape)
         return x_BSD
-
-    def _sequences(self, kind, memory, x_BSD, calls):
-        """Rows, or groups for local blocks, after their memory tokens."""
-        return prepend(memory[kind], calls.split_groups(x_BSD) if kind == "local" else x_BSD)
 
 
 # ---- encoder levels ----------------------------------------------------------------------------
@@ -483,7 +455,7 @@ class DecoderLevel(nn.Module):
         x_BSD = Upsample(c, i, self.dtype, name="upsample")(y_BSD, coarse, fine)
         # The decoder sees the latents of level i through these alone.
         x, skip, call = fine.split_groups(x_BSD), fine.split_groups(skip_BSD), fine.group
-        sow_increment(self, "latent", x, skip, call.real(len(x)), call)
+        sow_increment(self, "latent", x, skip, call.valid_mask(len(x)), call)
         x_BSD = add_positions(x_BSD, table, fine)
         upsampled_BSD, joins_before = x_BSD, c.skip_joins == "before"
         if joins_before:
@@ -531,18 +503,15 @@ class LatentPrediction(nn.Module):
     coefficient must be small.
     """
 
-    config: LatentLossConfig
     std: float
     dtype: jnp.dtype
 
     @nn.compact
     def __call__(self, x_BSD, segment_ids_BS):
         """segment_ids_BS: documents; 0: padding."""
-        c, axes = self.config, ("embed", "heads")
+        axes = "embed", "heads"
         linear = Linear(x_BSD.shape[-1], axes, self.std, dtype=self.dtype, name="predict")
-        predicted_BTD, target_BTD = linear(x_BSD[:, :-1]), x_BSD[:, 1:]
-        if not c.target_gradient:
-            target_BTD = jax.lax.stop_gradient(target_BTD)
+        predicted_BTD, target_BTD = linear(x_BSD[:, :-1]), jax.lax.stop_gradient(x_BSD[:, 1:])
         cosine_BTD = norms.l2_normalize(predicted_BTD) * norms.l2_normalize(target_BTD)
         loss_BT = 1.0 - jnp.sum(cosine_BTD, axis=-1)
         before_BT, after_BT = segment_ids_BS[:, :-1], segment_ids_BS[:, 1:]
@@ -551,17 +520,6 @@ class LatentPrediction(nn.Module):
 
 
 # ---- the model ---------------------------------------------------------------------------------
-
-
-class StackMemory(nn.Module):
-    """The memory tokens before the latents of the stack."""
-
-    config: LatentConfig
-    dtype: jnp.dtype
-
-    @nn.compact
-    def __call__(self):
-        return make_memory(self, "global", len(self.config.latents))
 
 
 class Latent(LanguageModel):
@@ -584,11 +542,10 @@ class Latent(LanguageModel):
         self.token_dropout = None if is_learned else dropout
         levels = range(1, len(c.sizes))
         self.encoder = [EncoderLevel(c, i, self.dtype) for i in levels]
-        self.memory = StackMemory(c, self.dtype)
         self.mask_input = learned_dropout.make_mask_input(b)
         self.layers = Stack(self.specs(), c.scan_layers, c.remat, c.dense_former)
         if c.latent_loss.kind != "none":
-            self.prediction = LatentPrediction(c.latent_loss, b.std, self.dtype)
+            self.prediction = LatentPrediction(b.std, self.dtype)
         self.decoder = [DecoderLevel(c, i, self.dtype) for i in levels]
         self.norm_final = norms.RMSNorm(c.norm_eps, dtype=self.dtype)
         if not c.tied:
@@ -619,7 +576,7 @@ class Latent(LanguageModel):
         if not decode:
             tokens_BT, call = self._pad_to_groups(tokens_BT, call)
         calls = [level_calls(c, level, call, batch, length) for level in range(len(c.sizes))]
-        x_BSD = self._embed(tokens_BT, length, call.positions_BT, calls[0])
+        x_BSD = self._embed(tokens_BT, call.positions_BT, calls[0])
         tables, skips = self.positions_embed or [None] * len(c.sizes), []
         for i, level in enumerate(self.encoder):
             skips.append(x_BSD)
@@ -630,9 +587,7 @@ class Latent(LanguageModel):
         return self.norm_final(x_BSD[:, :length])
 
     def _pad_to_groups(self, tokens_BT, call):
-        if call.segment_ids_BT is not None:
-            self.check_packing()
-        elif call.positions_BT is not None:
+        if call.positions_BT is not None and call.segment_ids_BT is None:
             raise UsageError(
                 "positions_BT without segment_ids_BT: the latent family derives positions "
                 "from the index in the row; leave positions_BT out, or pass segment_ids_BT too"
@@ -646,67 +601,47 @@ class Latent(LanguageModel):
             call = call.replace(segment_ids_BT=jnp.pad(call.segment_ids_BT, padding))
         return jnp.pad(tokens_BT, padding), call
 
-    def _embed(self, tokens_BT, length, positions_BT, calls):
-        """Embed tokens, `length` in a row without padding, with their positions."""
+    def _embed(self, tokens_BT, positions_BT, calls):
+        """Embed tokens with their positions."""
         c, x_BTD = self.config, self.embed(tokens_BT)
         if c.positions == "absolute":
             rows_BTD = self.positions_embed[0](jnp.maximum(positions_BT, 0))
             x_BTD = x_BTD + broadcast(rows_BTD, x_BTD.shape)
         elif self.positions_embed:
             x_BTD = add_positions(x_BTD, self.positions_embed[0], calls)
-        if c.embedding_noise and calls.group.train:
-            # Jain et al. 2023, arXiv 2310.05914, section 3.
-            bound = c.embedding_noise / (length * x_BTD.shape[-1]) ** 0.5
-            key = self.make_rng("dropout")
-            x_BTD = x_BTD + jax.random.uniform(key, x_BTD.shape, x_BTD.dtype, -bound, bound)
         x_BTD = with_dropout(self.token_dropout, x_BTD, calls.group)
         return constrain(x_BTD, "batch", "length", "act_embed")
 
     def _run_stack(self, x_BSD, calls):
         """The latent stack; learned dropout takes its input as the embedding."""
         c, call = self.config, calls.row
-        x_BSD = prepend(self.memory(), x_BSD)
         call = with_mask_input(self.mask_input, x_BSD, call)
         x_BSD = with_dropout(self.dropout_embedding, x_BSD, call)
-        x_BSD = run_layers(self.layers, x_BSD, call)[:, c.memory_global :]
+        x_BSD = run_layers(self.layers, x_BSD, call)
         has_loss = c.latent_loss.kind != "none" and not call.decode
-        if has_loss and (batch_means.wanted(self) or self.is_initializing()):
+        if has_loss and (batch_means.is_collecting(self) or self.is_initializing()):
             segment_ids_BS = call.segment_ids_BT
             if segment_ids_BS is None:
-                segment_ids_BS = call.real(len(x_BSD)).astype(jnp.int32)
-            self.prediction(x_BSD, segment_ids_BS[:, c.memory_global :])
-        # Laid out without the memory tokens: XLA for CPUs computed a wrong gradient of the next
-        # linear map from a slice of an array that is laid out with them.
-        return constrain(x_BSD, "batch", "length", "act_embed")
-
-    @nn.nowrap
-    def check_packing(self):
-        """Raise UsageError if the model has memory tokens, which belong to no document."""
-        super().check_packing()
-        for name in ("memory_local", "memory_global"):
-            if getattr(self.config, name):
-                self.config.refuse(
-                    name, "packed rows have no memory tokens; use 0, or config.data.packing=False"
-                )
+                segment_ids_BS = call.valid_mask(len(x_BSD)).astype(jnp.int32)
+            self.prediction(x_BSD, segment_ids_BS)
+        return x_BSD
 
     @nn.nowrap
     def stack_length(self, length):
         return self.config.sequence_length("global", len(self.config.latents), length)
 
     @nn.nowrap
-    def token_of_place(self, path, positions_RS, length):
+    def token_indices(self, path, positions_RS, length):
         c, names = self.config, path.split("/")
         kinds = [name.split("_")[0] for name in names]
         in_stack = names[0] in ("layers", "dropout_embedding")
         if not in_stack and kinds[0] not in ("encoder", "decoder"):
             return positions_RS
         in_row = in_stack or "global" in kinds
-        memory = c.memory_global if in_row else c.memory_local * ("local" in kinds)
-        index_RS, latents = positions_RS - memory, positions_RS.shape[1] - memory
-        size = latents // c.num_groups(length) if in_row else latents
-        group_RS = index_RS // size if in_row else np.arange(len(positions_RS))[:, None]
-        token_RS = (group_RS + 1) * c.group_size - size + index_RS % size
-        return np.where((index_RS >= 0) & (token_RS < length), token_RS, -1)
+        size = positions_RS.shape[1] // (c.num_groups(length) if in_row else 1)
+        group_RS = positions_RS // size if in_row else np.arange(len(positions_RS))[:, None]
+        token_RS = (group_RS + 1) * c.group_size - size + positions_RS % size
+        return np.where((positions_RS >= 0) & (token_RS < length), token_RS, -1)
 
     @nn.nowrap
     def ledger(self, length, selection="train", shares=None):

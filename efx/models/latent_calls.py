@@ -12,9 +12,7 @@ from flax import linen as nn
 from flax import struct
 
 from efx.layers import selection
-from efx.layers.call import Call
-from efx.layers.kv_cache import ALL_GROUPS
-from efx.layers.linear import broadcast
+from efx.layers.token_context import TokenContext
 
 
 @struct.dataclass
@@ -23,17 +21,15 @@ class LevelCalls:
 
     Attributes:
       size: P, the number of latents of a group.
-      group: `Call` whose rows are groups, [B * M, P]; decoding: of the new latents, [B, S].
-      local: `group`, after the local memory tokens.
-      row: `Call` whose rows are those of the batch, [1 or B, S], after the global memory tokens.
+      group: `TokenContext` whose rows are groups, [B * M, P]; decoding: of the new latents, [B, S].
+      row: `TokenContext` whose rows are those of the batch, [1 or B, S].
       group_BS, offset_BS: the group of each latent, and its index there.
       start_B1: the number of latents of the row before this call.
     """
 
     size: int = struct.field(pytree_node=False)
-    group: Call
-    local: Call
-    row: Call
+    group: TokenContext
+    row: TokenContext
     group_BS: Any
     offset_BS: Any
     start_B1: Any
@@ -66,7 +62,7 @@ def level_calls(c, level, call, batch, length):
     group = call.replace(positions_BT=jnp.where(is_new_BS, offset_BS, -1))
     if call.decode:
         # A cache keeps the group with the largest number, which must not be that of padding.
-        number_BS = jnp.where(is_new_BS, ALL_GROUPS + 1 + group_BS, 0)
+        number_BS = jnp.where(is_new_BS, group_BS, 0)
         group = group.replace(segment_ids_BT=number_BS)
     else:
         positions_BP = jnp.tile(group.positions_BT.reshape(-1, size), (batch, 1))
@@ -83,12 +79,7 @@ def level_calls(c, level, call, batch, length):
         )
     group = group.with_cache(size=size)
     row = row.with_cache(size=c.num_groups(call.cache.size) * size if call.decode else 0)
-    # Local memory tokens are computed with each call, global ones when the row begins.
-    has_new_B1 = jnp.any(is_new_BS, axis=1, keepdims=True)
-    starts_row_B1 = (first_token_B1 == 0) & (first_token_B1 < stop_token_B1)
-    local = _after_memory(group, c.memory_local, has_new_B1)
-    row = _after_memory(row, c.memory_global, starts_row_B1)
-    return LevelCalls(size, group, local, row, group_BS, offset_BS, start_B1)
+    return LevelCalls(size, group, row, group_BS, offset_BS, start_B1)
 
 
 def indices(length):
@@ -96,34 +87,9 @@ def indices(length):
     return jnp.arange(length, dtype=jnp.int32)[None]
 
 
-def _after_memory(call, count, is_present_B1):
-    """The `Call` with `count` memory tokens first; in rows without them these are padding."""
-    if not count:
-        return call
-    position_BS = jnp.where(call.positions_BT >= 0, call.positions_BT + count, -1)
-    memory_BC = jnp.where(is_present_B1, indices(count), -1)
-    memory_BC = jnp.broadcast_to(memory_BC, (len(position_BS), count))
-    call = call.replace(positions_BT=jnp.concatenate([memory_BC, position_BS], axis=1))
-    if call.decode:
-        call = call.with_cache(size=call.cache.size + count)
-    if call.segment_ids_BT is None:
-        return call
-    before = ((0, 0), (count, 0))
-    segment_ids_BS = jnp.pad(call.segment_ids_BT, before, constant_values=ALL_GROUPS)
-    return call.replace(segment_ids_BT=segment_ids_BS)
-
-
 def rows_at(y_BSD, index_BC):
     """Rows of y [B, S, D] at these indices, clipped: [B, C, D]."""
     return jax.vmap(lambda y, index: y.at[index].get(mode="clip"))(y_BSD, index_BC)
-
-
-def prepend(memory, x_BSD):
-    """Memory tokens [C, D], or their states [B, C, D], before x."""
-    if not memory.shape[-2]:
-        return x_BSD
-    memory = broadcast(memory, (len(x_BSD), *memory.shape[-2:]))
-    return jnp.concatenate([memory, x_BSD], axis=1)
 
 
 def run_layers(layers, x_BSD, call):
@@ -143,7 +109,7 @@ def run_layers(layers, x_BSD, call):
 
 
 def with_mask_input(mask_input, x_BSD, call):
-    """The `Call` with the input of learned masks, made from x; `mask_input` may be None."""
+    """The `TokenContext` with the input of learned masks, made from x; `mask_input` may be None."""
     if mask_input is None:
         return call
     return call.replace(mask_input_BTD=run_layers(mask_input, x_BSD, call))

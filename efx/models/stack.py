@@ -113,13 +113,13 @@ class Layer(nn.Module):
         # A routed layer has a dense layer's parameters at the same paths, plus its router.
         nn.share_scope(self, self.block)
         if self.spec.routing is not None:
-            self.routed = MoDBlock(self.block, self.spec.routing, self.spec.capacity)
-            nn.share_scope(self, self.routed)
+            self.mod_block = MoDBlock(self.block, self.spec.routing, self.spec.capacity)
+            nn.share_scope(self, self.mod_block)
 
     def __call__(self, x_BTD, call, context=None):
         """`context`: of a layer that is not routed itself, as in `Block`."""
         if self.spec.routing is not None:
-            x_BTD, _ = self.routed(x_BTD, call)
+            x_BTD, _ = self.mod_block(x_BTD, call)
         else:
             delta_BTD = self.block(x_BTD, call, context)
             if delta_BTD is None:  # it only writes keys and values

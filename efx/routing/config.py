@@ -59,8 +59,8 @@ class DepthRoutingConfig:
     # In training. "threshold": as the causal decision of that name, after `threshold_warmup` steps
     # of top-k.
     train_selection: Literal[tuple(SELECTIONS)] = "topk"
-    causal: Decision = "threshold"  # the decision of evaluation and sampling, see `decisions`
-    also_train: tuple[Decision, ...] = ()  # further decisions, trained and evaluated beside it
+    causal_decision: Decision = "threshold"  # of evaluation and sampling, see `decisions`
+    extra_decisions: tuple[Decision, ...] = ()  # further decisions, trained and evaluated beside it
     predictor_hidden: Natural = 0  # 0: width / 2
     threshold_decay: Probability = 0.99  # at most, of the running (1 - capacity) quantile
     threshold_warmup: Natural = 100  # steps of top-k before train_selection="threshold" begins
@@ -88,8 +88,8 @@ class DepthRoutingConfig:
         if self.kind != "none" and "aux_loss" in self.trained_decisions and not self.is_trained:
             self.refuse(
                 "score",
-                "has no parameters that causal='aux_loss' or also_train=('aux_loss',) could train; "
-                "use 'threshold'",
+                "has no parameters that causal_decision='aux_loss' or extra_decisions="
+                "('aux_loss',) could train; use 'threshold'",
             )
         if not self.routes_attention and self.kv_for_skipped:
             raise UsageError(
@@ -164,7 +164,7 @@ class DepthRoutingConfig:
 
     @property
     def reads_token_ids(self):
-        """Whether scores depend on the ids of tokens, see `Call.token_places_BT`."""
+        """Whether scores depend on the ids of tokens, see `TokenContext.token_places_BT`."""
         return self.kind != "none" and SCORES[self.score].reads_token_ids
 
     @functools.cached_property
@@ -175,7 +175,7 @@ class DepthRoutingConfig:
     @functools.cached_property
     def trained_decisions(self):
         """Names of the causal decisions that are trained, the one of sampling first."""
-        names = (self.causal, *self.also_train)
+        names = (self.causal_decision, *self.extra_decisions)
         if self.rule.is_causal:
             names += ("threshold",)
         return tuple(dict.fromkeys(names))
@@ -224,7 +224,8 @@ class DepthRoutingConfig:
         return min(1.0, capacity * self.slack)
 
     def slots(self, capacity, length, mode):
-        """C: tokens of a sequence that a routed block computes at most, in a `Call.selection`."""
+        """C: tokens of a sequence that a routed block computes at most; mode: a
+        `TokenContext.selection`."""
         if self.rule.is_exact(mode in ("train", "topk")):
             return selection.num_slots(capacity, length)
         return selection.num_causal_slots(self.causal_rate(capacity), length)
@@ -236,9 +237,9 @@ def warn_if_router_is_untrained(c):
     if c.kind == "none" or not c.is_trained or c.gate != "one" or "aux_loss" in c.trained_decisions:
         return
     logging.getLogger(__name__).warning(
-        "config.model.depth_routing.gate='one': without the decision 'aux_loss' (causal=%r, "
-        "also_train=%r) no loss trains the routers, so their scores stay random; add it to "
-        "also_train, or use another gate",
-        c.causal,
-        c.also_train,
+        "config.model.depth_routing.gate='one': without the decision 'aux_loss' "
+        "(causal_decision=%r, extra_decisions=%r) no loss trains the routers, so their scores stay "
+        "random; add it to extra_decisions, or use another gate",
+        c.causal_decision,
+        c.extra_decisions,
     )

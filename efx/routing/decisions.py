@@ -93,14 +93,14 @@ class Threshold(Decision):
     def __call__(self, x_BTD, score_BT):
         return score_BT - self.quantile.value
 
-    def update(self, score_BT, valid_BT, real_BT, largest_BC):
+    def update(self, score_BT, selectable_BT, valid_BT, largest_BC):
         """Move theta towards the quantile of this batch; `largest_BC`: see `select_topk`.
 
         Scores drift together, so early averages must be short: of step t the decay is
         min(threshold_decay, 1 - 1 / (1 + 0.03 t)), an average over the last 3% of the steps.
         """
-        scores, tokens_B = jax.lax.stop_gradient(score_BT), jnp.sum(real_BT, axis=1)
-        new = selection.topk_threshold(scores, self.capacity, valid_BT, tokens_B, largest_BC)
+        scores, tokens_B = jax.lax.stop_gradient(score_BT), jnp.sum(valid_BT, axis=1)
+        new = selection.topk_threshold(scores, self.capacity, selectable_BT, tokens_B, largest_BC)
         decay = jnp.minimum(
             self.config.threshold_decay, 1.0 - 1.0 / (1.0 + 0.03 * self.steps.value)
         )
@@ -113,7 +113,7 @@ class Threshold(Decision):
 DECISIONS = {"aux_loss": RouterSign, "predictor": Predictor, "threshold": Threshold}
 
 
-def sow_decision(module, prefix, masks, real_BT, valid_BT, loss=None):
+def sow_decision(module, prefix, masks, valid_BT, selectable_BT, loss=None):
     """Sow the statistics of a decision into `stats`, and its loss against top-k into `losses`.
 
     decided_fraction: tokens selected before the causal limit; overflow_fraction: selected but not
@@ -122,14 +122,14 @@ def sow_decision(module, prefix, masks, real_BT, valid_BT, loss=None):
 
     Args:
       masks: bool [B, T] of the selected tokens, the admitted ones, and those of top-k.
-      real_BT: the tokens of the sequence; a recursion step may select only `valid_BT` of them.
+      valid_BT: the tokens of the sequence. selectable_BT: those that a recursion step may select.
       loss: (name, logits [B, T]), or None for a decision without one.
     """
     selected_BT, admitted_BT, topk_BT = masks
-    tokens, length = jnp.sum(real_BT, dtype=jnp.float32), selected_BT.shape[1]
+    tokens, length = jnp.sum(valid_BT, dtype=jnp.float32), selected_BT.shape[1]
     routed_B = jnp.sum(admitted_BT, axis=1, dtype=jnp.float32)
     pairs = jnp.sum(routed_B * (routed_B + 1.0)) / (length * (length + 1.0))
-    rows = jnp.sum(jnp.any(real_BT, axis=1), dtype=jnp.float32)
+    rows = jnp.sum(jnp.any(valid_BT, axis=1), dtype=jnp.float32)
     count, overflow, both, largest = (
         jnp.sum(y_BT, dtype=jnp.float32)
         for y_BT in (selected_BT, selected_BT & ~admitted_BT, selected_BT & topk_BT, topk_BT)
@@ -138,7 +138,7 @@ def sow_decision(module, prefix, masks, real_BT, valid_BT, loss=None):
         "decided_fraction": batch_means.Mean(count, tokens),
         "overflow_fraction": batch_means.Mean(overflow, tokens),
         "pairs_fraction": batch_means.Mean(pairs, rows),
-        "accuracy": batch_means.over((selected_BT == topk_BT).astype(jnp.float32), valid_BT),
+        "accuracy": batch_means.over((selected_BT == topk_BT).astype(jnp.float32), selectable_BT),
         "precision": batch_means.Mean(both, count),
         "recall": batch_means.Mean(both, largest),
     }
@@ -147,10 +147,10 @@ def sow_decision(module, prefix, masks, real_BT, valid_BT, loss=None):
     if loss is not None:
         name, logit_BT = loss
         bce_BT = optax.sigmoid_binary_cross_entropy(logit_BT, topk_BT.astype(jnp.float32))
-        batch_means.sow(module, "losses", name, batch_means.over(bce_BT, valid_BT))
+        batch_means.sow(module, "losses", name, batch_means.over(bce_BT, selectable_BT))
 
 
-def sow_gates(module, score_BT, gate_BT, selected_BT, valid_BT):
+def sow_gates(module, score_BT, gate_BT, computed_BT, selectable_BT):
     """Sow into `stats` the mean and median size of the gates of selected tokens, and the standard
     deviation of the scores of valid tokens.
 
@@ -158,9 +158,9 @@ def sow_gates(module, score_BT, gate_BT, selected_BT, valid_BT):
     """
     size_BT, moments_BTX = jnp.abs(gate_BT), jnp.stack([score_BT, jnp.square(score_BT)], axis=-1)
     stats = {
-        "gate": batch_means.over(size_BT, selected_BT),
-        "gate_median": _median_of_rows(size_BT, selected_BT),
-        "score_std": batch_means.over(moments_BTX, valid_BT, _standard_deviation),
+        "gate": batch_means.over(size_BT, computed_BT),
+        "gate_median": _median_of_rows(size_BT, computed_BT),
+        "score_std": batch_means.over(moments_BTX, selectable_BT, _standard_deviation),
     }
     for name, mean in stats.items():
         batch_means.sow(module, "stats", f"router/{name}", mean)

@@ -65,12 +65,12 @@ class MoDBlock(nn.Module):
         is_parallel = block.config.kind == "parallel"
         if target == "attention":
             out_BTD, mask_BT = self._route(x_BTD, x_BTD, call)
-            read_BTD = x_BTD if is_parallel else out_BTD
-            return out_BTD + block.mlp_increment(read_BTD, call), mask_BT
+            mlp_input_BTD = x_BTD if is_parallel else out_BTD
+            return out_BTD + block.mlp_increment(mlp_input_BTD, call), mask_BT
         attended_BTD = x_BTD + block.attention_increment(x_BTD, call)
         return self._route(attended_BTD, x_BTD if is_parallel else attended_BTD, call)
 
-    def _route(self, start_BTD, x_BTD, call):
+    def _route(self, residual_BTD, x_BTD, call):
         """Add gate * part(x) of the selected tokens to `start`, the residual stream.
 
         part: the block, its attention or its MLP, see `config.target`. Returns: (output [B, T, D],
@@ -82,35 +82,39 @@ class MoDBlock(nn.Module):
         score_BT = self.scorer(input_BTD, call)
         gate_BT = GATES[c.gate](score_BT)
         self.sow("intermediates", "router_logits", score_BT)
-        real_BT = call.real(len(x_BTD))
-        valid_BT = real_BT if call.selectable_BT is None else real_BT & call.selectable_BT
-        decision = call.selection if call.selection in c.trained_decisions else c.causal
+        valid_BT = call.valid_mask(len(x_BTD))
+        selectable_BT = valid_BT if call.selectable_BT is None else valid_BT & call.selectable_BT
+        decision = call.selection if call.selection in c.trained_decisions else c.causal_decision
         if call.decode:
-            selected_BT, count_BT = self._select_new(decision, input_BTD, score_BT, valid_BT, call)
+            computed_BT, count_BT = self._select_new(
+                decision, input_BTD, score_BT, selectable_BT, call
+            )
         else:
-            selected_BT = self._select(decision, input_BTD, score_BT, valid_BT, call)
-            count_BT = selection.running_count(selected_BT, call.segment_ids_BT)
-            sow_choice(self, "routed", selected_BT, call)
-            sow_choice(self, "gate", jnp.where(selected_BT, gate_BT, 0.0), call)
+            computed_BT = self._select(decision, input_BTD, score_BT, selectable_BT, call)
+            count_BT = selection.running_count(computed_BT, call.segment_ids_BT)
+            sow_choice(self, "routed", computed_BT, call)
+            sow_choice(self, "gate", jnp.where(computed_BT, gate_BT, 0.0), call)
         if c.skip_mlp:
-            start_BTD = start_BTD + jnp.where(selected_BT[..., None], 0, self.skip_mlp(x_BTD))
+            residual_BTD = residual_BTD + jnp.where(computed_BT[..., None], 0, self.skip_mlp(x_BTD))
         call = call.replace(count_BT=count_BT)
         if call.decode:
-            return self._compute_new(start_BTD, x_BTD, gate_BT, selected_BT, call), selected_BT
+            return self._compute_new(residual_BTD, x_BTD, gate_BT, computed_BT, call), computed_BT
         slots = c.slots(self.capacity, length, call.selection)
-        index_BC = selection.compact(selected_BT, slots)
-        part, routed = self._part_of(self.block), call.take(index_BC)
+        index_BC = selection.compact(computed_BT, slots)
+        part, routed = self._part_of(self.block), call.gather(index_BC)
         if c.kv_for_skipped:
             part = functools.partial(part, context=(x_BTD, call, index_BC))
-        out_BTD = _add_gated(part, start_BTD, index_BC, x_BTD, gate_BT, routed)
-        self._sow_health(out_BTD, start_BTD, score_BT, gate_BT, selected_BT, valid_BT, call)
-        return out_BTD, selected_BT
+        out_BTD = _add_gated(part, residual_BTD, index_BC, x_BTD, gate_BT, routed)
+        self._sow_health(out_BTD, residual_BTD, score_BT, gate_BT, computed_BT, selectable_BT, call)
+        return out_BTD, computed_BT
 
-    def _sow_health(self, out_BTD, start_BTD, score_BT, gate_BT, selected_BT, valid_BT, call):
-        increment_BTD = out_BTD.astype(jnp.float32) - start_BTD
-        sow_increment(self, "router", increment_BTD, start_BTD, selected_BT, call)
+    def _sow_health(
+        self, out_BTD, residual_BTD, score_BT, gate_BT, computed_BT, selectable_BT, call
+    ):
+        increment_BTD = out_BTD.astype(jnp.float32) - residual_BTD
+        sow_increment(self, "router", increment_BTD, residual_BTD, computed_BT, call)
         if health_requested(self, call):
-            decisions.sow_gates(self, score_BT, gate_BT, selected_BT, valid_BT)
+            decisions.sow_gates(self, score_BT, gate_BT, computed_BT, selectable_BT)
 
     def _part_of(self, block):
         """The routed part of the block: all of it, its attention or its MLP."""
@@ -121,61 +125,61 @@ class MoDBlock(nn.Module):
 
     # ---- selection ----
 
-    def _select(self, decision, x_BTD, score_BT, valid_BT, call):
+    def _select(self, decision, x_BTD, score_BT, selectable_BT, call):
         """Mask of the tokens to compute, for whole sequences (training and evaluation).
 
-        `eligible_BT`: the tokens that a decision selects, before the causal limit.
+        `selected_BT`: the tokens that a decision selects, before the causal limit.
 
         Args:
           decision: name of the causal decision that applies unless `call` requests top-k.
-          valid_BT: tokens that may be selected.
+          selectable_BT: tokens that may be selected.
         """
-        c, real_BT = self.config, call.real(len(x_BTD))
+        c, valid_BT = self.config, call.valid_mask(len(x_BTD))
         if call.selection == "off":
-            return jnp.zeros_like(valid_BT)
+            return jnp.zeros_like(selectable_BT)
         scores, documents, largest_BC = jax.lax.stop_gradient(score_BT), call.segment_ids_BT, None
         if documents is None:  # else top-k sorts each document, and the threshold the row
-            largest_BC = selection.largest(scores, self.capacity, valid_BT)
-        topk_BT = selection.select_topk(scores, self.capacity, valid_BT, documents, largest_BC)
+            largest_BC = selection.largest(scores, self.capacity, selectable_BT)
+        topk_BT = selection.select_topk(scores, self.capacity, selectable_BT, documents, largest_BC)
         admitted = {}
         for name in c.trained_decisions:
             logit_BT = getattr(self, name)(x_BTD, score_BT)
-            eligible_BT = (logit_BT > 0) & valid_BT
-            admitted[name] = self._admit(eligible_BT, call)
-            if batch_means.wanted(self):
-                loss, prefix = DECISIONS[name].loss, "router" if name == c.causal else name
+            selected_BT = (logit_BT > 0) & selectable_BT
+            admitted[name] = self._admit(selected_BT, call)
+            if batch_means.is_collecting(self):
+                loss, prefix = DECISIONS[name].loss, "router" if name == c.causal_decision else name
                 if name == "aux_loss" and not c.bce_reaches_input:
                     # This loss must not train the layers below the router.
                     logit_BT = self.scorer(jax.lax.stop_gradient(x_BTD), call)
-                masks = eligible_BT, admitted[name], topk_BT
+                masks = selected_BT, admitted[name], topk_BT
                 loss = loss and (loss, logit_BT)
-                decisions.sow_decision(self, prefix, masks, real_BT, valid_BT, loss)
+                decisions.sow_decision(self, prefix, masks, valid_BT, selectable_BT, loss)
             if name == decision:
                 sow_choice(self, "score", logit_BT, call)
-                sow_choice(self, "selected", eligible_BT, call)
+                sow_choice(self, "selected", selected_BT, call)
         if not call.looks_ahead:
             return admitted[decision]
-        selected_BT, rule = topk_BT, c.rule
+        computed_BT, rule = topk_BT, c.rule
         if call.selection == "train" and rule.is_causal:
             is_warm = self.threshold.steps.value >= c.threshold_warmup
-            selected_BT = jnp.where(is_warm, admitted["threshold"], topk_BT)
+            computed_BT = jnp.where(is_warm, admitted["threshold"], topk_BT)
         elif call.selection == "train" and rule.select is not selection.select_topk:
-            selected_BT = rule.select(scores, self.capacity, valid_BT, documents)
-            selected_BT = checkpoint_name(selected_BT, selection.SELECTION)
+            computed_BT = rule.select(scores, self.capacity, selectable_BT, documents)
+            computed_BT = checkpoint_name(computed_BT, selection.SELECTION)
         if "threshold" in admitted and self.is_mutable_collection("state"):
             if not self.is_initializing():
-                self.threshold.update(score_BT, valid_BT, real_BT, largest_BC)
-        return selected_BT
+                self.threshold.update(score_BT, selectable_BT, valid_BT, largest_BC)
+        return computed_BT
 
-    def _admit(self, eligible_BT, call):
-        c, length = self.config, eligible_BT.shape[1]
+    def _admit(self, selected_BT, call):
+        c, length = self.config, selected_BT.shape[1]
         rate, slots = c.causal_rate(self.capacity), c.slots(self.capacity, length, "causal")
-        return selection.admit(eligible_BT, rate, call, slots=slots)
+        return selection.admit(selected_BT, rate, call, slots=slots)
 
     # ---- decoding: the same decision and limit for new tokens ----
 
     @nn.compact
-    def _select_new(self, decision, x_BTD, score_BT, valid_BT, call):
+    def _select_new(self, decision, x_BTD, score_BT, selectable_BT, call):
         """Select new tokens and apply the causal limit; arguments as of `_select`.
 
         Returns: (mask [B, T] of the admitted tokens, number of admitted tokens of the sequence up
@@ -183,19 +187,19 @@ class MoDBlock(nn.Module):
         """
         c = self.config
         if call.selection == "off":
-            eligible_BT = jnp.zeros_like(valid_BT)
+            selected_BT = jnp.zeros_like(selectable_BT)
         else:
-            eligible_BT = (getattr(self, decision)(x_BTD, score_BT) > 0) & valid_BT
-        admission.count_tokens(self, "reached", call.real(len(x_BTD)), call)
+            selected_BT = (getattr(self, decision)(x_BTD, score_BT) > 0) & selectable_BT
+        admission.count_tokens(self, "reached", call.valid_mask(len(x_BTD)), call)
         rate = c.causal_rate(self.capacity)
-        mask_BT, before_B = admission.admit(self, eligible_BT, rate, None, call.with_cache(tag=""))
+        mask_BT, before_B = admission.admit(self, selected_BT, rate, None, call.with_cache(tag=""))
         return mask_BT, before_B[:, None] + selection.running_count(mask_BT)
 
-    def _compute_new(self, start_BTD, x_BTD, gate_BT, selected_BT, call):
+    def _compute_new(self, residual_BTD, x_BTD, gate_BT, computed_BT, call):
         """Add gate * part(x) of the selected new tokens to `start`.
 
         The KV cache of the block holds the selected tokens; with `kv_for_skipped`, all tokens. A
-        while loop computes them (`selection.in_rounds`).
+        while loop computes them (`selection.loop_over_selected`).
         """
         c, (batch, length, _) = self.config, x_BTD.shape
         inner = call.replace(selectable_BT=None, token_places_BT=None).with_cache(
@@ -204,25 +208,25 @@ class MoDBlock(nn.Module):
             first=False,
         )
         if self.is_initializing():
-            return start_BTD + self._part_of(self.block)(x_BTD, inner)
+            return residual_BTD + self._part_of(self.block)(x_BTD, inner)
         if c.routes_attention and (c.kv_for_skipped or call.encoder is not None):
-            inner = self._write_keys_values(x_BTD, selected_BT, inner)
+            inner = self._write_keys_values(x_BTD, computed_BT, inner)
         if length > 1:
 
             def compute(block, index_BC, out_BTD):
-                routed = inner.take(index_BC)
+                routed = inner.gather(index_BC)
                 return _add_gated(self._part_of(block), out_BTD, index_BC, x_BTD, gate_BT, routed)
 
             slots = c.slots(self.capacity, length, "causal")
-            return selection.in_rounds(
-                self.block, selected_BT, slots, start_BTD, compute, carries="cache"
+            return selection.loop_over_selected(
+                self.block, computed_BT, slots, residual_BTD, compute, carries="cache"
             )
         slots = selection.num_slots(c.causal_rate(self.capacity), batch)
-        masked = inner.replace(positions_BT=jnp.where(selected_BT, call.positions_BT, -1))
+        masked = inner.replace(positions_BT=jnp.where(computed_BT, call.positions_BT, -1))
         # On a GPU each iteration of a loop waits for the host, and one row takes as long as all: it
         # computes all rows unless most steps select none (capacity * batch are expected).
         if sharding.platform() == "gpu" and batch > 1 and self.capacity * batch >= 0.5:
-            return _add_masked(self._part_of(self.block), start_BTD, x_BTD, gate_BT, masked)
+            return _add_masked(self._part_of(self.block), residual_BTD, x_BTD, gate_BT, masked)
 
         def compute_rows(block, index_1C, out_B1D):
             part = self._part_of(block)
@@ -231,16 +235,16 @@ class MoDBlock(nn.Module):
             out_1BD, x_1BD, gate_1B = (jnp.swapaxes(y, 0, 1) for y in (out_B1D, x_BTD, gate_BT))
             out_1BD = _add_gated(
                 lambda x_1CD, call: jnp.swapaxes(part(jnp.swapaxes(x_1CD, 0, 1), call), 0, 1),
-                out_1BD, index_1C, x_1BD, gate_1B, inner.take_rows(index_1C[0]),
+                out_1BD, index_1C, x_1BD, gate_1B, inner.gather_rows(index_1C[0]),
             )  # fmt: skip
             return jnp.swapaxes(out_1BD, 0, 1)
 
-        selected_1B = jnp.swapaxes(selected_BT, 0, 1)
-        return selection.in_rounds(
-            self.block, selected_1B, slots, start_BTD, compute_rows, carries="cache"
+        computed_1B = jnp.swapaxes(computed_BT, 0, 1)
+        return selection.loop_over_selected(
+            self.block, computed_1B, slots, residual_BTD, compute_rows, carries="cache"
         )
 
-    def _write_keys_values(self, x_BTD, selected_BT, call):
+    def _write_keys_values(self, x_BTD, computed_BT, call):
         """Write keys and values to the KV cache before the selected tokens are computed.
 
         Writes those of all tokens; of the skipped tokens only, if keys and values of selected
@@ -248,7 +252,7 @@ class MoDBlock(nn.Module):
         """
         writing = call.with_cache(access="write")
         if self.block.kv_depends_on_block_output:
-            skipped_BT = jnp.where(selected_BT, -1, call.positions_BT)
+            skipped_BT = jnp.where(computed_BT, -1, call.positions_BT)
             writing = writing.replace(positions_BT=skipped_BT)
         self._part_of(self.block)(x_BTD, writing)
         return call.with_cache(access="read")
@@ -256,14 +260,14 @@ class MoDBlock(nn.Module):
 
 def _add_gated(part, out_BTD, index_BC, x_BTD, gate_BT, call):
     """Scatter-add gate * part(x) of the tokens at `index`, rounded to the dtype of part(x)."""
-    delta_BCD = part(selection.take(x_BTD, index_BC), call)
-    gated_BCD = selection.weighted(delta_BCD, selection.take(gate_BT, index_BC))
-    return selection.add(out_BTD, index_BC, gated_BCD.astype(delta_BCD.dtype))
+    delta_BCD = part(selection.gather(x_BTD, index_BC), call)
+    gated_BCD = selection.scale(delta_BCD, selection.gather(gate_BT, index_BC))
+    return selection.scatter_add(out_BTD, index_BC, gated_BCD.astype(delta_BCD.dtype))
 
 
 def _add_masked(part, out_BTD, x_BTD, gate_BT, call):
     """Compute part(x) for all rows; add gate * part(x) where the position is not negative."""
     delta_BTD = part(x_BTD, call)
-    gated_BTD = selection.weighted(delta_BTD, gate_BT).astype(delta_BTD.dtype)
+    gated_BTD = selection.scale(delta_BTD, gate_BT).astype(delta_BTD.dtype)
     gated_BTD = jnp.where((call.positions_BT >= 0)[..., None], gated_BTD, 0)
     return out_BTD + gated_BTD.astype(out_BTD.dtype)

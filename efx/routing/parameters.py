@@ -43,10 +43,10 @@ TABLE = (
     # Of any other score; export refuses these by their setting.
     RoutingVariable("scorer", "params"),
     RoutingVariable("seed", "state"),
-    RoutingVariable("predictor", "params", exported=lambda c: c.causal == "predictor"),
+    RoutingVariable("predictor", "params", exported=lambda c: c.causal_decision == "predictor"),
     RoutingVariable("skip_mlp", "params"),
     RoutingVariable(
-        "threshold/quantile", "state", exported=lambda c: c.causal == "threshold",
+        "threshold/quantile", "state", exported=lambda c: c.causal_decision == "threshold",
         # Below the score 0, so that all tokens are selected until the first training step.
         converted=lambda c: -1.0,
     ),

@@ -33,7 +33,7 @@ class SharedBlocks(nn.Module):
             if context is not None:
                 # The next layer attends to the new states of computed tokens, old ones of others.
                 states_BSD, all_call, index_BC = context
-                context = selection.put(states_BSD, index_BC, x_BTD), all_call, index_BC
+                context = selection.scatter_set(states_BSD, index_BC, x_BTD), all_call, index_BC
         return x_BTD
 
     def __call__(self, x_BTD, call, context=None):
@@ -56,5 +56,5 @@ def run_step(name, spec, shared, x_BTD, call):
     call = call.with_cache(tag=name)  # every step has caches of its own
     if spec.routing is None:
         return shared.run(x_BTD, call), None
-    x_BTD, selected_BT = MoDBlock(shared, spec.routing, spec.capacity, name=name)(x_BTD, call)
-    return constrain(x_BTD, "batch", "length", "act_embed"), selected_BT
+    x_BTD, computed_BT = MoDBlock(shared, spec.routing, spec.capacity, name=name)(x_BTD, call)
+    return constrain(x_BTD, "batch", "length", "act_embed"), computed_BT

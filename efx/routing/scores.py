@@ -11,7 +11,7 @@ The last three are controls: they have no parameters and do not read the activat
 fraction `capacity` of their scores is positive, so thresholds start close to their final values.
 
 A new score is a subclass of `Score` and an entry of `SCORES`. The score of a token must depend on
-that token and its `Call` alone, because decoding has no others.
+that token and its `TokenContext` alone, because decoding has no others.
 """
 
 import fractions
@@ -51,10 +51,10 @@ class RoutingModule(nn.Module):
 
 
 class Score(RoutingModule):
-    """Base of the scores: (x [B, T, D], `Call`) -> r [B, T], float32."""
+    """Base of the scores: (x [B, T, D], `TokenContext`) -> r [B, T], float32."""
 
     is_trained: ClassVar[bool] = False  # it has parameters
-    reads_token_ids: ClassVar[bool] = False  # through `Call.token_places_BT`
+    reads_token_ids: ClassVar[bool] = False  # through `TokenContext.token_places_BT`
 
     def seed(self):
         """int32 of the block, drawn when the model is initialised; in the collection `state`."""
@@ -65,8 +65,8 @@ class Score(RoutingModule):
         return self.variable("state", "seed", draw).value
 
     def uniform(self, call):
-        """Numbers [B, T] in [0, 1), drawn by (`Call.routing_key`, block, row, position): the same
-        in a longer row, and in decoding with the same key."""
+        """Numbers [B, T] in [0, 1), drawn by (routing key, block, row, position): the same in a
+        longer row, and in decoding with the same key."""
         if call.routing_key is None:
             raise UsageError(
                 f"config.model.depth_routing.score={self.config.score!r}: needs a key; call the "

@@ -27,7 +27,7 @@ class Selection:
         """Whether at most `num_slots` tokens of a row are selected; else the causal limit holds.
 
         Args:
-          looks_ahead: see `Call.looks_ahead`.
+          looks_ahead: see `TokenContext.looks_ahead`.
         """
         return looks_ahead and not self.is_causal
 

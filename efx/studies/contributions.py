@@ -226,8 +226,8 @@ def study(arguments):
     folder.mkdir(parents=True, exist_ok=True)
     draw(table, folder / "contributions.png")
     shown = table.assign(asleep=np.where(table.asleep, "asleep", ""))
-    rows = [[f"{x:.4f}" if isinstance(x, float) else x for x in row] for row in shown.to_numpy()]
-    text = f"{tables.markdown(list(table), rows)}\n\nLoss with all parts: {loss:.4f} nats.\n"
+    rows = tables.markdown(list(table), shown.to_numpy())
+    text = f"{rows}\n\nLoss with all parts: {loss:.4f} nats.\n"
     text += f"Command: `{arguments.command}`\n"
     tables.save(folder, "contributions", table.round(6), text)
 

@@ -14,18 +14,21 @@ Arguments after `--` are settings, e.g. `-- --config.model.depth=2`.
 import sys
 
 import jax
+import numpy as np
 import pandas as pd
 from flax import traverse_util
 
 from efx import io
 from efx.config import flags
-from efx.config.load import apply
+from efx.config.load import to_config
+from efx.config.names import apply
 from efx.errors import UsageError
 from efx.logging import tables
 from efx.models.latent import Compress, Upsample
 from efx.models.stack import Layer
+from efx.parallel import sharding
 from efx.studies import cli
-from efx.studies.stepper import Stepper, random_tokens
+from efx.train import setup
 from efx.train.step import evaluation_keys
 
 MEASURED = (Layer, Compress, Upsample)
@@ -86,6 +89,7 @@ def config_at_width(arguments, width, base_width):
         "steps": arguments.steps,
         "data.seq_len": 64,
         "data.batch_size": 8,
+        "data.packing": False,
         "model.scan_layers": False,
         "optim.learning_rate": arguments.learning_rate,
         "optim.schedule.kind": "constant",
@@ -111,14 +115,21 @@ def _scaled(key, size, width, old_width):
 
 def activation_sizes(config, steps):
     """Return {module: mean |x|} after training."""
-    step = Stepper(config, VOCABULARY)
-    tokens_BT1 = random_tokens(config, VOCABULARY)
-    for _ in range(steps):
-        step(tokens_BT1)
+    e = setup.without_text(to_config(config), VOCABULARY)
+    size, length, seed = e.config.data.batch_size, e.config.data.seq_len, np.uint32(e.config.seed)
+    tokens_BT1 = np.random.default_rng(0).integers(0, VOCABULARY, (size, length + 1), np.int32)
+    batch = {"inputs": tokens_BT1[:, :-1], "targets": tokens_BT1[:, 1:]}
+    batch["weights"] = np.ones((size, length), np.float32)
+    batch, training = sharding.Placement(e.mesh, e.rules, size)(batch), setup.Training(e)
+    with sharding.use(e.mesh, e.rules):
+        step = training.compile_step(e.model)
+        state = training.new_state(seed)
+        for _ in range(steps):
+            state, _ = step(state, batch, seed, None)
 
     @jax.jit
     def measure(variables, tokens_BT):
-        logits_BTV, state = step.model.apply(
+        logits_BTV, sown = e.model.apply(
             variables,
             tokens_BT,
             rngs=evaluation_keys(config.seed, 0),
@@ -127,12 +138,12 @@ def activation_sizes(config, steps):
             ),
             mutable=["intermediates"],
         )
-        leaves = jax.tree_util.tree_leaves_with_path(state["intermediates"])
+        leaves = jax.tree_util.tree_leaves_with_path(sown["intermediates"])
         return {_module(path): abs(x).mean() for path, x in leaves} | {
             "logits": abs(logits_BTV).mean()
         }
 
-    sizes = measure({"params": step.state.params, **step.state.variables}, tokens_BT1[:, :-1])
+    sizes = measure({"params": state.params, **state.variables}, tokens_BT1[:, :-1])
     return {module: float(size) for module, size in sizes.items()}
 
 

@@ -61,7 +61,7 @@ def measure(workdir, num_tokens, step=None):
     built, step, params, variables = setup.finished(config, workdir, step, ("train", "eval"))
     length, size = built.config.data.seq_len, built.config.evaluate.batch_size
     variables = sharding.gather({"params": params, **variables})
-    predict = token_choices.Predictor(built.model, variables)
+    map_tokens = token_choices.TokenMapper(built.model, variables)
     bits_V = token_bits(built)
     tokens, blocks = [], {}
     for index, batch in enumerate(built.data.eval_batches(size, -(-num_tokens // (length * size)))):
@@ -72,16 +72,19 @@ def measure(workdir, num_tokens, step=None):
                 for name in ("positions", "segment_ids")
                 if name in batch
             }
-            log_p_TV, decisions = predict(ids, evaluation_keys(config.seed, index), **packing)
-            following = batch["targets"][b, -1]
-            made = token_choices.map_of_pass(built.model, log_p_TV, decisions, ids, following)
+            keys = evaluation_keys(config.seed, index)
+            token_map = map_tokens(ids, keys, next_id=batch["targets"][b, -1], **packing)
             position_T = batch["positions"][b] if "positions" in batch else np.arange(length)
             row = {"row": index * size + b, "position": position_T, "token": ids}
             row |= {"previous": np.where(position_T > 0, np.roll(ids, 1), -1)}
-            row |= {"frequency": bits_V[ids], "entropy": made.entropy_T, "loss": made.loss_T}
+            row |= {
+                "frequency": bits_V[ids],
+                "entropy": token_map.entropy_T,
+                "loss": token_map.loss_T,
+            }
             tokens.append(pd.DataFrame(row)[scored_T])
-            scores = made.values("score")
-            for name, computed_T in made.values("computed").items():
+            scores = token_map.values("score")
+            for name, computed_T in token_map.values("computed").items():
                 parts = blocks.setdefault(name, ([], []))
                 parts[0].append(computed_T[scored_T])
                 if name in scores:

@@ -46,8 +46,8 @@ def map_of_run(workdir, text=None, tokens=512, step=None):
         raise UsageError(f"{flag}: {len(ids)} tokens; use 1 to {built.model.context}")
     variables = sharding.gather({"params": params, **variables})
     keys = evaluation_keys(config.seed, 0)
-    made = token_choices.token_map(built.model, variables, ids, keys, following)
-    return made, [int(i) for i in ids], token_texts(built.tokenizer, ids), step
+    token_map = token_choices.TokenMapper(built.model, variables)(ids, keys, following)
+    return token_map, [int(i) for i in ids], token_texts(built.tokenizer, ids), step
 
 
 def _held_out(data, count):
@@ -77,7 +77,7 @@ def token_texts(tokenizer, ids):
     return found
 
 
-def rows_of_page(made):
+def rows_of_page(token_map):
     """Return the rows of the page: {name, quantity, kind, meaning, values}, the summaries first."""
     rows = []
 
@@ -86,13 +86,13 @@ def rows_of_page(made):
         rows.append({"name": name, "quantity": quantity, "kind": kind, "meaning": meaning}
                     | {"values": values, "is_closed": is_closed})  # fmt: skip
 
-    if computed := made.values("computed"):
+    if computed := token_map.values("computed"):
         depth_T = np.nansum(list(computed.values()), axis=0)
         meaning = "number of routed blocks that compute the token"
         add("all routed blocks", "computed", "count", meaning, depth_T)
-    add("model", "entropy", "number", "entropy of the next token, in nats", made.entropy_T)
-    add("model", "loss", "number", "loss of the next token, in nats", made.loss_T)
-    for row in made.rows:
+    add("model", "entropy", "number", "entropy of the next token, in nats", token_map.entropy_T)
+    add("model", "loss", "number", "loss of the next token, in nats", token_map.loss_T)
+    for row in token_map.rows:
         kind, meaning = token_choices.QUANTITIES[row.quantity]
         is_closed = row.quantity == "gate" and is_gate_closed(row, computed)
         add(row.name, row.quantity, kind, meaning, row.values_T, is_closed)
@@ -107,8 +107,8 @@ def is_gate_closed(row, computed):
 
 def page(workdir, text=None, tokens=512, step=None):
     """Return (the page as HTML, its rows as a DataFrame)."""
-    made, ids, texts, step = map_of_run(workdir, text, tokens, step)
-    rows = rows_of_page(made)
+    token_map, ids, texts, step = map_of_run(workdir, text, tokens, step)
+    rows = rows_of_page(token_map)
     name = pathlib.Path(workdir).resolve().name
     data = {"title": f"Routing map of {name}", "about": f"step {step}, {len(ids)} tokens"}
     data |= {"tokens": texts, "ids": ids, "rows": rows}

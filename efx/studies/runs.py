@@ -16,7 +16,7 @@ import pandas as pd
 
 from efx import run_dir
 from efx.config import flags, schema
-from efx.config.load import completed, to_config
+from efx.config.load import to_config, with_new_defaults
 from efx.errors import UsageError
 from efx.logging import read_metrics
 from efx.parallel.signals import STOPPING
@@ -69,14 +69,14 @@ def safe_name(name):
     return re.sub(r"[^A-Za-z0-9.]+", "_", name).strip("_")
 
 
-def check(runs, extra=(), made=()):
+def check(runs, extra=(), written=()):
     """Raise UsageError, before anything trains, for a run that `efx.main` would refuse.
 
     Settings and text sources are checked; no model is built.
 
     Args:
       extra: the user's arguments for every run.
-      made: text sources that earlier runs write.
+      written: text sources that earlier runs write.
     """
     from efx.data.sources import check_present
 
@@ -97,7 +97,7 @@ def check(runs, extra=(), made=()):
             continue
         checked.add(key)
         for setting, source in run.config().data.specs().items():
-            if source not in made:
+            if source not in written:
                 check_present(source, setting)
 
 
@@ -205,7 +205,7 @@ def is_finished(run):
         return False
     try:
         plain = schema.as_dict(config)
-        changed = run_dir.check_config(run.folder, plain, run_files.MAY_DIFFER, completed)
+        changed = run_dir.check_config(run.folder, plain, run_files.MAY_DIFFER, with_new_defaults)
     except UsageError:
         return False  # the command reports it
     if changed.keys() & {"steps", "train_flops"}:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.special
 from flax import linen as nn
 
 from efx import models
@@ -66,54 +67,17 @@ class TokenMap(NamedTuple):
         return {row.name: row.values_T for row in self.rows if row.quantity == quantity}
 
 
-def token_map(model, variables, ids, keys=None, next_id=None):
-    """Return the TokenMap of one text.
+class TokenMapper:
+    """Maps texts with a model, by the causal decisions; the pass is compiled once for each length.
 
     Args:
-      variables: all collections of the model. ids: [T] tokens, at most `model.context` of them.
-      keys: `rngs` of the model, for a stochastic control.
-      next_id: the token after these, or None.
-
-    Raises: UsageError if the model makes no decision per token.
+      variables: all collections of the model.
     """
-    return map_of_pass(model, *Predictor(model, variables)(ids, keys), ids, next_id)
-
-
-def map_of_pass(model, log_p_TV, decisions, ids, next_id=None):
-    """Return the TokenMap of a pass of a `Predictor`."""
-    rows = rows_of(model, decisions, len(ids))
-    if not rows:
-        raise UsageError(
-            "config.model.depth_routing.kind='none': the model makes no decision per token; use "
-            "one with depth routing, experts, learned dropout or gates"
-        )
-    p_TV = np.exp(log_p_TV := np.asarray(log_p_TV, np.float64))
-    entropy_T = -np.sum(np.where(p_TV > 0, p_TV * log_p_TV, 0.0), axis=-1)
-    following_T = np.array([*map(int, ids[1:]), 0 if next_id is None else int(next_id)])
-    loss_T = -np.take_along_axis(log_p_TV, following_T[:, None], axis=-1)[:, 0]
-    if next_id is None:
-        loss_T[-1] = np.nan
-    return TokenMap(rows, entropy_T, loss_T)
-
-
-class Decisions(NamedTuple):
-    """The decisions of one forward pass.
-
-    Attributes:
-      choices: {(path of a module, name): [Choice of each of its calls]}, NumPy arrays.
-      calls: {path of a module: indices of its calls among all calls of modules}.
-    """
-
-    choices: dict
-    calls: dict
-
-
-class Predictor:
-    """Compiled passes of a model over single rows, with the causal decisions."""
 
     def __init__(self, model, variables):
         self._variables = models.unroll_variables(model, variables)
-        model, self._calls = models.unrolled(model).clone(selection="causal"), {}
+        self._model = models.unrolled(model).clone(selection="causal")
+        self._calls = {}  # {path of a module: indices of its calls among all calls of modules}
         counter = itertools.count()
 
         def count(next_fun, args, kwargs, context):
@@ -123,22 +87,79 @@ class Predictor:
         @jax.jit
         def run(variables, ids_BT, keys, packing):
             with nn.intercept_methods(count):
-                logits_BTV, state = model.apply(
+                logits_BTV, state = self._model.apply(
                     variables, ids_BT, rngs=keys, mutable=[CHOICES], **packing
                 )
             return jax.nn.log_softmax(logits_BTV[0].astype(jnp.float32)), state.get(CHOICES, {})
 
         self._run = run
 
-    def __call__(self, ids, keys=None, **packing):
-        """Return (log p [T, V] of the next tokens, Decisions).
+    def __call__(self, ids, keys=None, next_id=None, **packing):
+        """Return the TokenMap of one text.
 
         Args:
-          ids: [T]. packing: `positions_BT` and `segment_ids_BT` of a packed row, [1, T].
+          ids: [T] tokens, at most `model.context` of them.
+          keys: `rngs` of the model, for a stochastic control.
+          next_id: the token after these, or None.
+          packing: `positions_BT` and `segment_ids_BT` of a packed row, [1, T].
+
+        Raises: UsageError if the model makes no decision per token.
         """
         row = np.asarray(ids, np.int32)[None]
         log_p_TV, tree = self._run(self._variables, row, keys or {}, packing)
-        return log_p_TV, Decisions(dict(_choices(jax.device_get(tree), ())), self._calls)
+        rows = self._rows(dict(_choices(jax.device_get(tree), ())), len(ids))
+        if not rows:
+            raise UsageError(
+                "config.model.depth_routing.kind='none': the model makes no decision per token; "
+                "use one with depth routing, experts, learned dropout or gates"
+            )
+        log_p_TV = np.asarray(log_p_TV, np.float64)
+        entropy_T = scipy.special.entr(np.exp(log_p_TV)).sum(axis=-1)
+        following_T = np.array([*map(int, ids[1:]), 0 if next_id is None else int(next_id)])
+        loss_T = -np.take_along_axis(log_p_TV, following_T[:, None], axis=-1)[:, 0]
+        if next_id is None:
+            loss_T[-1] = np.nan
+        return TokenMap(rows, entropy_T, loss_T)
+
+    def _rows(self, choices, length):
+        """Return [Row] of {(path of a module, name): [Choice of each of its calls]}, in order of
+        computation."""
+        rows = []
+
+        def add(order, name, quantity, values_T):
+            rows.append((order, Row(name, quantity, values_T)))
+
+        for (path, kind), calls in choices.items():
+            for i, choice in enumerate(calls):
+                name = row_name(path) + (f" step {i}" if len(calls) > 1 else "")
+                # A module that is called several times sows as often.
+                order = self._calls[path][i * len(self._calls[path]) // len(calls)]
+                value_T = self._on_tokens(path, choice, length)
+                if kind == "weights":
+                    used = choices.get((path, "served"))
+                    used_TE = value_T if used is None else self._on_tokens(path, used[i], length)
+                    for quantity, values_T in _of_experts(value_T, used_TE > 0).items():
+                        add(order, name, quantity, values_T)
+                elif kind == "mlp_computed":
+                    add(order, f"{name} mlp", "computed", value_T)
+                elif kind != "served":
+                    add(order, name, QUANTITY_OF_CHOICE.get(kind, kind), value_T)
+        kinds = list(QUANTITIES)
+        rows.sort(key=lambda pair: (pair[0], kinds.index(pair[1].quantity)))
+        rows = _without_exited([row for _, row in rows])
+        redundant = _redundant_quantities(rows)
+        return [row for row in rows if row.quantity not in redundant]
+
+    def _on_tokens(self, path, choice, length):
+        """Return the value of a `Choice` at each token, float64 [T, ...]; NaN without one."""
+        value, part = np.asarray(choice.value, np.float64), self._model
+        for name, (member, _) in self._model.members.items():
+            if path.startswith(f"{name}/"):
+                path, part = path.removeprefix(f"{name}/"), member
+        time_RS = part.token_indices(path, np.asarray(choice.positions_BT), length)
+        result = np.full((length, *value.shape[2:]), np.nan)
+        result[time_RS[time_RS >= 0]] = value[time_RS >= 0]
+        return result
 
 
 def _choices(tree, path):
@@ -149,47 +170,10 @@ def _choices(tree, path):
             yield from _choices(inner, (*path, name))
 
 
-# ---- rows ----------------------------------------------------------------------------------------
+def _without_exited(rows):
+    """Return the rows with NaN for tokens that an earlier step of the recursion has skipped.
 
-
-def rows_of(model, decisions, length):
-    """Return [Row] of all decisions of a pass, in order of computation."""
-    model, rows = models.unrolled(model), []
-
-    def add(order, name, quantity, values_T):
-        rows.append((order, Row(name, quantity, values_T)))
-
-    for (path, kind), calls in decisions.choices.items():
-        for i, choice in enumerate(calls):
-            name = row_name(path) + (f" step {i}" if len(calls) > 1 else "")
-            # A module that is called several times sows as often.
-            order = decisions.calls[path][i * len(decisions.calls[path]) // len(calls)]
-            value_T = on_tokens(model, path, choice, length)
-            if kind == "weights":
-                used = decisions.choices.get((path, "served"))
-                used_TE = value_T if used is None else on_tokens(model, path, used[i], length)
-                for quantity, values_T in _of_experts(value_T, used_TE > 0).items():
-                    add(order, name, quantity, values_T)
-            elif kind == "mlp_computed":
-                add(order, f"{name} mlp", "computed", value_T)
-            elif kind != "served":
-                add(order, name, QUANTITY_OF_CHOICE.get(kind, kind), value_T)
-    kinds = list(QUANTITIES)
-    rows.sort(key=lambda pair: (pair[0], kinds.index(pair[1].quantity)))
-    rows = [row for _, row in rows]
-    exited = _exited_before(rows)
-    rows = [
-        row._replace(values_T=np.where(exited.get(row.name, False), np.nan, row.values_T))
-        for row in rows
-    ]
-    redundant = _redundant_quantities(rows)
-    return [row for row in rows if row.quantity not in redundant]
-
-
-def _exited_before(rows):
-    """Return {recursion step: [T] whether an earlier step skipped the token}.
-
-    The step then made no decision about it.
+    The step then made no decision about them.
     """
     computed = {row.name: row.values_T for row in rows if row.quantity == "computed"}
     exited, exited_T = {}, np.array(False)
@@ -197,7 +181,10 @@ def _exited_before(rows):
         if re.fullmatch(r"recursion_\d+", name):
             exited[name] = exited_T
             exited_T = exited_T | (computed[name] == 0)
-    return exited
+    return [
+        row._replace(values_T=np.where(exited.get(row.name, False), np.nan, row.values_T))
+        for row in rows
+    ]
 
 
 def _of_experts(weights_TE, used_TE):
@@ -224,26 +211,6 @@ def _redundant_quantities(rows):
         if not np.all((values_T == expected_T) | np.isnan(values_T)):
             redundant.discard(quantity)
     return redundant
-
-
-def model_parts(model):
-    """Return [(prefix of its paths, model)] of a model, or of a composed one's members."""
-    if not model.members:
-        return [("", model)]
-    return [(f"{name}/", member) for name, (member, _) in model.members.items()]
-
-
-def on_tokens(model, path, choice, length):
-    """Return the value of a `Choice` at each token, float64 [T, ...]; NaN without one."""
-    value = np.asarray(choice.value, np.float64)
-    parts = model_parts(model)
-    prefix, part = next((prefix, part) for prefix, part in parts if path.startswith(prefix))
-    time_RS = part.token_of_place(
-        path.removeprefix(prefix), np.asarray(choice.positions_BT), length
-    )
-    result = np.full((length, *value.shape[2:]), np.nan)
-    result[time_RS[time_RS >= 0]] = value[time_RS >= 0]
-    return result
 
 
 def row_name(path):

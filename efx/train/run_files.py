@@ -4,7 +4,7 @@ import jax
 
 from efx import io, run_dir
 from efx.config import schema
-from efx.config.load import completed
+from efx.config.load import with_new_defaults
 from efx.data.texts import content_of
 from efx.errors import UsageError, is_primary
 from efx.logging import MetricsWriter
@@ -60,7 +60,7 @@ class RunFiles:
             schema.as_dict(self._config),
             command_line=self._command_line,
             may_differ=MAY_DIFFER,
-            completed=completed,
+            completed=with_new_defaults,
         )
 
     def check_text(self, data):
@@ -138,7 +138,5 @@ class RunFiles:
         return {
             "project": c.wandb,
             "name": run_dir.run_name(self.workdir, self._command_line),
-            "group": c.wandb_group or None,
-            "tags": list(c.wandb_tags),
             "config": schema.as_dict(self._config),
         }

@@ -204,7 +204,6 @@ def experiment(config, workdir=None, splits=SPLITS, trains=True):
     _check_same_data(data)
     model = _model(config, data.tokenizer, mesh, rules)
     if config.data.packing:
-        model.check_packing()
         data.check_packing()
     _check_batch(config, mesh, rules)
     # Evaluation needs no teacher, and the teacher's run may have been deleted.
@@ -230,8 +229,6 @@ def without_text(config, vocab_size, devices=None):
             "be built without their text"
         )
     model = _checked_model(config, vocab_size, mesh, rules)
-    if config.data.packing:
-        model.check_packing()
     _check_batch(config, mesh, rules)
     teacher = _teacher(config, vocab_size=vocab_size, devices=devices)
     steps = config.steps or 1000
@@ -389,8 +386,6 @@ def _teacher(config, tokenizer=None, *, vocab_size=0, devices=None):
             f"{name}: its context is {model.context} tokens, less than "
             f"config.data.seq_len={config.data.seq_len}"
         )
-    if config.data.packing:
-        model.check_packing()
     return Setup(teacher_config, theirs, model, mesh, rules)
 
 

@@ -45,7 +45,7 @@ def purity(topics, labels):
     return sum(counts) / len(labels)
 
 
-def test_topics_are_found_and_new_texts_join_theirs():
+def test_topics_are_found_and_new_texts_join_theirs(monkeypatch):
     topics, texts = texts_of()
     found, labels = fit(texts)
     assert purity(topics, labels) == 1
@@ -53,7 +53,8 @@ def test_topics_are_found_and_new_texts_join_theirs():
     for topic, nearest in zip(new, found.distances(new.values()).argmin(1), strict=True):
         assert set(topics[labels == nearest]) == {topic}
     # Texts beyond the fitted ones join the nearest cluster.
-    _, labels = fit(texts, fit_documents=40)
+    monkeypatch.setattr(lib, "FIT_DOCUMENTS", 40)
+    _, labels = fit(texts)
     assert len(labels) == 90 and purity(topics, labels) > 0.95
 
 
@@ -88,7 +89,7 @@ def test_a_clustering_is_reproducible_and_stored_whole(tmp_path):
 
 def test_texts_have_length_one_and_unknown_words_length_zero():
     texts = texts_of(2)[1]
-    found, labels = fit(texts, count=len(texts), dimensions=4)  # so each text is a centre
+    found, labels = fit(texts, count=len(texts))  # so each text is a centre
     np.testing.assert_allclose(np.linalg.norm(found.centres, axis=1), 1, atol=1e-6)
     distances = found.distances([*texts, "the zebra"])
     np.testing.assert_allclose(distances[np.arange(len(texts)), labels], 0, atol=1e-5)
@@ -102,9 +103,8 @@ def test_all_numbers_are_one_word():
 
 @pytest.mark.parametrize("texts, changes, key", [
     (texts_of(3)[1], {"count": 10}, "config.cluster.count=10"),
-    (texts_of(3)[1], {"fit_documents": 2}, "config.cluster.count=3"),
-    (["apple", "pear", "plum", "quince"], {}, "config.cluster.min_documents=2"),
-    (["fruit pear", "fruit", "fruit plum"], {}, "config.cluster.min_documents=2"),
+    (["apple", "pear", "plum", "quince"], {}, "config.data.source"),
+    (["fruit pear", "fruit", "fruit plum"], {}, "config.data.source"),
 ])  # fmt: skip
 def test_settings_that_do_not_fit_the_documents_are_refused(texts, changes, key):
     refused(lambda: fit(texts, **changes), key)

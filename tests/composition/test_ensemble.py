@@ -49,7 +49,7 @@ LETTERS = CharTokenizer("\nabcdefghijklmnopqrstuvwxyz")
 MOD = {
     "depth_routing.kind": "mod",
     "depth_routing.capacity": 0.5,
-    "depth_routing.causal": "aux_loss",
+    "depth_routing.causal_decision": "aux_loss",
 }
 
 

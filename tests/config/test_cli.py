@@ -100,7 +100,7 @@ def test_flags_change_what_a_run_recorded(run):
         ("model.depth_routing.capacity=0.25", 0.25),
         ("model.depth_routing.capacity=(0.125,0.5)", (0.125, 0.5)),
         ("model.depth_routing.capacity_stages=((0.5,1.0),)", ((0.5, 1.0),)),
-        ("model.depth_routing.also_train=('predictor',)", ("predictor",)),
+        ("model.depth_routing.extra_decisions=('predictor',)", ("predictor",)),
         ("model.depth_routing.blocks=(1,3)", (1, 3)),
         ("model.norm=layernorm", "layernorm"),
         ("model.use_bias=True", True),

@@ -39,7 +39,7 @@ def test_a_config_builds(name, variant):
     assert not variant or cost < 1e12, "a smoke run takes about a minute on a CPU"
 
 
-@pytest.mark.parametrize("name", ["score", "gate", "train_selection", "causal"])
+@pytest.mark.parametrize("name", ["score", "gate", "train_selection", "causal_decision"])
 def test_the_docstring_of_mod_lists_every_choice(name):
     choices = typing.get_args(typing.get_type_hints(DepthRoutingConfig)[name])
     assert choices and all(f'"{choice}"' in mod.__doc__ for choice in choices)
@@ -49,7 +49,7 @@ def test_depth_routing_decides_by_the_threshold():
     """The least loss in results/mod_table.json."""
     for name in ("mod", "mode", "latent:mod", "convert_mod", "shakespeare_char:mod"):
         routing = load_config(name).model.depth_routing
-        assert (routing.kind, routing.causal) == ("mod", "threshold"), name
+        assert (routing.kind, routing.causal_decision) == ("mod", "threshold"), name
 
 
 @pytest.mark.parametrize("name", NAMES)

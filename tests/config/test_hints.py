@@ -1,7 +1,6 @@
 """The lines that a run prints after its last step."""
 
 import re
-import tomllib
 from types import SimpleNamespace
 
 import numpy as np
@@ -43,16 +42,3 @@ def test_the_suggested_commands_fit_the_installation(monkeypatch):
     monkeypatch.setenv("EFX_COMMAND", "./launch/local.sh")
     lines = closing_hints(monkeypatch, CHARACTERS, TEXT, "地")
     assert lines[0].count("./launch/local.sh --mode=sample") == 1
-
-
-def test_messages_and_documents_name_extras_that_exist():
-    """And no package index: whoever registers the name there could be installed."""
-    project = tomllib.loads((test_layout.ROOT / "pyproject.toml").read_text())["project"]
-    known, named = set(project["optional-dependencies"]), []
-    for path, text in test_layout.project_files():
-        if path.name == "test_docs.py":  # has wrong ones on purpose
-            continue
-        assert not re.search(r"\befx\[[a-z]|pip[ ]install (-\S+ )*'?efx\b", text), path
-        found = re.findall(r"""['"]\.\[([\w,]+)\]|EFX_EXTRAS=([a-z][\w,]*)""", text)
-        named += [extra for one in found for extra in "".join(one).split(",")]
-    assert set(named) <= known and len(named) > 5

@@ -10,7 +10,7 @@ from refusals import refused
 
 from efx import models
 from efx.config import schema
-from efx.config.load import completed, to_config
+from efx.config.load import to_config, with_new_defaults
 from efx.config.names import OTHER_NAMES, setting_names
 from efx.config.run import default_config
 from efx.config.schema import Count, Fraction, Natural, block
@@ -40,7 +40,7 @@ class Outer:
 @pytest.mark.parametrize("changes, name", [
     ({"kind": "othr"}, "config.outer.kind='othr'"),
     ({"names": "ab"}, "config.outer.names='ab'"),
-    ({"names": ("a", 1)}, "config.outer.names=('a', 1)"),
+    ({"names": ("a", 1)}, "config.outer.names[1]=1"),
     ({"rate": True}, "config.outer.rate=True"),
     ({"limit": -1}, "config.outer.limit=-1"),
     ({"limit": 1.5}, "config.outer.limit=1.5"),
@@ -49,7 +49,7 @@ class Outer:
     ({"inner": 3}, "config.inner=3"),
     ({"inner": {"size": 0, "share": 0.5}}, "config.inner.size=0"),
     ({"inner": {"size": 1, "share": math.nan}}, "config.inner.share=nan"),
-    ({"inner": {"size": 1, "share": (0.5, 2)}}, "config.inner.share=(0.5, 2)"),
+    ({"inner": {"size": 1, "share": (0.5, 2)}}, "config.inner.share[1]=2"),
     ({"inner": {"size": 1, "share": "all"}}, "config.inner.share='all'"),
     ({"inner": {"size": 1}}, "config.inner.share"),
     ({"inner": {"size": 1, "share": 1, "sise": 2}}, "config.inner.sise"),
@@ -94,7 +94,7 @@ def test_a_setting_that_a_run_predates_has_its_default():
     whole = json.loads(json.dumps(schema.as_dict(to_config(default_config()))))
     older = json.loads(json.dumps(whole))
     del older["optim"]["clip_norm"], older["model"]["mlp"]
-    assert completed(whole) == completed(older) == whole
+    assert with_new_defaults(whole) == with_new_defaults(older) == whole
 
 
 def test_each_name_of_another_program_leads_to_one_setting():

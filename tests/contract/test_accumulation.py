@@ -26,8 +26,8 @@ ROUTED = families.dotted(
             kind="mod",
             capacity=0.5,
             every=1,
-            causal="predictor",
-            also_train=("aux_loss", "threshold"),
+            causal_decision="predictor",
+            extra_decisions=("aux_loss", "threshold"),
         ),
         mlp=dict(kind="moe", moe=dict(num_experts=4, expert_hidden=16, num_noop=1)),
         dropout=dict(kind="elementwise", elementwise=dict(detach=False)),
@@ -149,9 +149,7 @@ def test_a_step_with_a_teacher_does_not_depend_on_the_distribution_of_rows():
 @every_row(lambda model: not families.draws(model), **RARE)
 def test_a_step_does_not_depend_on_the_distribution_of_rows_over_micro_batches(name):
     """Gradients with every sown loss, running averages, and metrics."""
-    batches, names = rows_of_micro_batches(), ["inputs", "targets", "weights"]
-    if not families.can_pack(families.build(name)):
-        batches = [{key: batch[key] for key in names} for batch in batches]
+    batches = rows_of_micro_batches()
     run, state = make_step(families.FAMILIES[name].changes, 2, loss_chunk=5)
     compiled = families.jit(run)
     expected, got = (results(*compiled(state, batch)) for batch in batches)

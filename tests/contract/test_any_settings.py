@@ -63,12 +63,16 @@ def routing(draw, depth, recursion, by_type=True, further=0):
         draw, "depth_routing.",
         gate=["identity", "sigmoid", "tanh", "twice_sigmoid", "one"],
         score=scores, train_selection=["topk", "topk", "threshold"],
-        causal=["aux_loss", "predictor", "threshold"], also_train=[(), ("threshold", "predictor")],
+        causal_decision=["aux_loss", "predictor", "threshold"],
+        extra_decisions=[(), ("threshold", "predictor")],
         predictor_hidden=[0, 5], slack=[1.0, 1.3, 2.0],
         kv_for_skipped=[False, True], skip_mlp=[0, 8],
     )  # fmt: skip
-    if changes["depth_routing.score"] != "router" and changes["depth_routing.causal"] == "aux_loss":
-        changes["depth_routing.causal"] = "threshold"  # which needs no parameters
+    if (
+        changes["depth_routing.score"] != "router"
+        and changes["depth_routing.causal_decision"] == "aux_loss"
+    ):
+        changes["depth_routing.causal_decision"] = "threshold"  # which needs no parameters
     if kind == "mod":
         targets = ["block", "block", "attention", "mlp", "mlp_only"]
         changes |= pick(draw, "depth_routing.", target=targets)
@@ -183,8 +187,7 @@ def encoder_decoder(draw):
         draw, family=["encoder_decoder"], depth=[1, 2, 3], encoder_depth=[0, 0, 2, 3],
         cross_heads=[0, 8], order=["self_first", "cross_first", "cross_only"],
         cross_source=["same_layer", "previous_layer", "final"],
-        serial_start=["encoder", "embedding"], decoder_input_norm=[False, True],
-        decoder_input_positions=[False, True],
+        serial_start=["encoder", "embedding"],
         output_positions=[None, "none", "subtract", "subtract_norm"], positions=["learned", "rope"],
         initialisation=["gpt2", "spike_no_more"],
         embedding_loss=["none", "mse", "cosine", "log_cosine"],
@@ -193,7 +196,7 @@ def encoder_decoder(draw):
     if changes["depth"] == 1:
         changes["encoder_depth"] = 0
     if changes["positions"] == "rope":
-        changes |= {"decoder_input_positions": False, "output_positions": None}
+        changes["output_positions"] = None
     changes["attention.num_kv_heads"] = draw(st.sampled_from([0, 1]))
     changes |= {"mup.base_width": draw(st.sampled_from([0, 0, 8]))}
     depth = changes["depth"]
@@ -217,7 +220,7 @@ def latent(draw):
         compression_blocks=[1, 2], block_order=["interleaved", "sequence"],
         upsampling=["repeat", "attention"], repeat=["tile", "in_place"], skip=["sum", "lerp"],
         skip_joins=["after", "before"], positions=["level", "rope", "both"],
-        memory_local=[0, 0, 2], memory_global=[0, 0, 1, 2], tied=[True, False],
+        tied=[True, False],
         initialisation=["gpt2", "spike_no_more"],
     ) | pick(draw, "attention.", window=[0, 0, 3], head_dim=[0, 0, 6])  # fmt: skip
     for name in ("encoder_local", "encoder_global", "decoder_local", "decoder_global"):
@@ -266,11 +269,7 @@ def any_model(draw):
     streams = encoder_decoder().filter(lambda changes: changes["depth"] > 1)
     bridgeable = st.one_of(decoder(recursion=False), streams)
     members = draw(st.lists(bridgeable, min_size=2, max_size=3))
-    bridges = pick(
-        draw, pairs=[1], num_heads=[1, 2], norm=["none", "rmsnorm", "layernorm"],
-        qk_norm=["none", "head", "width"], window=[0, 4], softcap=[0.0, 5.0],
-    )  # fmt: skip
-    return tuple(members), bridges
+    return tuple(members), pick(draw, pairs=[1], num_heads=[1, 2])
 
 
 def build(members, bridges):
@@ -404,11 +403,10 @@ def check(members, bridges, batch, seed):
     check_causality(held, tokens_BT)
     # Groups are cut where the row has them: a document is as if alone where it begins with one.
     group = max(member.get("group_size", 1) for member in members)
-    memory = any(member.get(f"memory_{kind}") for member in members for kind in ("local", "global"))
     # Random scores depend on the row.
     drawn = any(member.get("depth_routing.score") == "stochastic" for member in members)
     firsts = range(group, CONTEXT - 1, group)
-    if firsts and not memory:
+    if firsts:
         check_documents(held, tokens_BT, int(held.rng.choice(firsts)), alone=not drawn)
 
 

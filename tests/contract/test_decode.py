@@ -24,7 +24,7 @@ LENGTHS = np.array([24, 17, 6, 1])  # tokens of the rows of a batch
 ROUTED = {
     "depth_routing.kind": "mod",
     "depth_routing.gate": "identity",
-    "depth_routing.causal": "aux_loss",
+    "depth_routing.causal_decision": "aux_loss",
 }
 CONTEXT_OF_SKIPPED = {"depth_routing.kv_for_skipped": True, "depth_routing.capacity": 0.3}
 EXPERTS = {"mlp.kind": "moe", "mlp.moe.num_experts": 4, "mlp.moe.expert_hidden": 24}
@@ -174,7 +174,7 @@ def test_slots_of_a_routed_block(capacity, slack, size, slots):
 
 @pytest.mark.parametrize("name, size", families.rows([("mod", 1), ("mod_full", 5)], {"mod"}))
 def test_the_cache_holds_routed_tokens_only(name, size):
-    """With their original positions, in order; refused tokens are counted."""
+    """With their original positions, in order; overflow is counted."""
     cache = decoded(name, size)
     model, variables = build(name)
     params, layers, overflow = variables["params"], forward(name)[1], 0
@@ -221,20 +221,6 @@ def test_as_many_tokens_overflow_in_decoding_as_in_a_full_pass(name):
     assert sum(decoding.values()) > 0
 
 
-@pytest.mark.slow
-def test_every_choice_is_admitted_or_overflows():
-    """One row token by token, where some tokens overflow; then several rows."""
-    for length_B, size in ((np.array([CONTEXT]), 1), (LENGTHS, 5)):
-        cache = decoded("moe", size, length_B)
-        spec, overflow = build("moe")[0].specs()[0], 0
-        for layer in cache["layers"].values():
-            assert layer["mlp"]["admitted"].max() <= spec.blocks[0].moe.slots(CONTEXT, "causal")
-            admitted_B = np.asarray(layer["mlp"]["admitted"]).sum(axis=1)
-            np.testing.assert_array_equal(admitted_B + layer["mlp"]["overflow"], 2 * length_B)
-            overflow += np.sum(layer["mlp"]["overflow"])
-        assert overflow > 0
-
-
 # ---- skipped work ----------------------------------------------------------------------
 
 LATENT = {
@@ -254,7 +240,7 @@ LATENT = {
         # Keys of skipped tokens cost two products, and every other matrix is applied once.
         ({**ROUTED, "depth_routing.kv_for_skipped": True, "depth_routing.skip_mlp": 8}, 0),
         # This attends to a block of slots at a time, and may have fewer tokens.
-        ({**ROUTED, "depth_routing.causal": "predictor", "soft_experts.num": 2}, 0.05),
+        ({**ROUTED, "depth_routing.causal_decision": "predictor", "soft_experts.num": 2}, 0.05),
         # All positions of a group are attended to at once.
         ({**LATENT, **ROUTED, "compression": "transformer", "upsampling": "attention"}, 0.3),
     ],
@@ -324,23 +310,6 @@ def test_a_skipped_block_does_not_run():
             assert after["attention"]["used"][0] == before["attention"]["used"][0] + 1
     assert 3 < skipped < CONTEXT - 3
     np.testing.assert_allclose(logits, forward("mod")[0][0], atol=1e-4)
-
-
-@pytest.mark.slow
-def test_a_skipped_recursion_step_does_not_run():
-    """A step runs for its survivors only, the next never for others."""
-    cache, ran_both = models.init_cache(build("recursion")[0], 1, CONTEXT), 0
-    for arguments in one_row():
-        before = cache["layers"]
-        (_, cache), ran = counting_decoder("recursion")(cache, *arguments)
-        first, second = (
-            int(cache["layers"][name]["admitted"][0] - before[name]["admitted"][0])
-            for name in ("recursion_1", "recursion_2")
-        )
-        assert second <= first
-        assert [name for name, _ in ran].count("block_1") == 1 + first + second
-        ran_both += second
-    assert ran_both > 0
 
 
 def test_compacted_rows_are_as_if_alone():

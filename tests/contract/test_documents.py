@@ -40,24 +40,24 @@ def assert_first_document_alone_moves(model, selection, rows=5):
     assert first > 0.1 and max(others) < 1e-5
 
 
-@every_row(families.can_pack, whole=Grain.KINDS)
+@every_row(whole=Grain.KINDS)
 def test_a_document_does_not_change_the_next(name):
     assert_first_document_alone_moves(families.build(name), "causal")
 
 
-@every_row(lambda model: families.can_pack(model) and families.selects_tokens(model))
+@every_row(families.selects_tokens)
 def test_a_document_does_not_change_the_next_in_training(name):
     assert_first_document_alone_moves(families.build(name), "train")
 
 
 @pytest.mark.slow
 def test_a_document_does_not_change_the_next_through_a_bridge():
-    routed = {"depth_routing.kind": "mod", "depth_routing.causal": "aux_loss"}
+    routed = {"depth_routing.kind": "mod", "depth_routing.causal_decision": "aux_loss"}
     model = families.bridge(routed, FAMILIES["moe"].changes)
     assert_first_document_alone_moves(model, None, rows=3)
 
 
-@every_row(families.can_pack, whole=Grain.KINDS)
+@every_row(whole=Grain.KINDS)
 def test_packed_documents_are_as_if_alone(name):
     """Two documents and padding in a row, positions restarted, against the documents alone."""
     model = families.with_capacity(families.build(name), slack=100.0)

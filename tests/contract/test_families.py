@@ -65,13 +65,6 @@ def test_gradients_are_summed_in_float32(name):
             assert summed.dtype != jnp.bfloat16 or result.size == summed.size, where
 
 
-@every_row(default=Grain.NONE, whole=Grain.ONE)
-def test_jit_is_no_jit(name):
-    model, arguments = families.build(name), (families.variables_of(name), families.tokens(batch=2))
-    apply = functools.partial(model.apply, rngs=families.keys())
-    np.testing.assert_allclose(apply(*arguments), families.jit(apply)(*arguments), atol=2e-5)
-
-
 def changes_of_earlier_logits(compute_logits):
     """[(k, largest change of a logit at 0..k when token k + 1 changes)], where it is not 0."""
     tokens_BT, place_T, found = families.tokens(), np.arange(LENGTH), []
@@ -236,8 +229,6 @@ def test_scatters_that_promise_unique_indices_have_them(name):
     tokens_BT, positions_T = families.tokens(batch=3, length=6), np.arange(6)
     cache, repeated, seen = models.init_cache(model, 3, 12), [], []
     packed = np.tile(positions_T % 4, (3, 1)), np.repeat([[1] * 4 + [2, 0]], 3, axis=0)
-    if not families.can_pack(model):
-        packed = ()
     padded = np.where(positions_T < [[6], [3], [0]], positions_T, -1)
 
     def program(variables, cache):

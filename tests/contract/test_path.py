@@ -12,7 +12,7 @@ from flax import linen as nn
 from run_files import tiny
 
 import efx
-from efx.layers.call import CacheView, Call
+from efx.layers.token_context import CacheView, TokenContext
 from efx.models.stack import Layer
 from efx.train.run_log import RunLog
 from efx.train.trainer import train_and_evaluate
@@ -63,7 +63,7 @@ def test_a_routed_layer_passes_few_functions_and_files(name):
     params = variables["params"]["layers"]["block_0"]
     state = {"state": variables["state"]["layers"]["block_0"]}
     x_BTD = jax.ShapeDtypeStruct((2, LENGTH, model.config.width), jnp.float32)
-    call = Call(jnp.arange(LENGTH)[None], **CALLS[name])
+    call = TokenContext(jnp.arange(LENGTH)[None], **CALLS[name])
     mutable, cache = ["losses", "stats", "means"] + ["state"] * call.train, {}
     if call.decode:
         made = jax.eval_shape(lambda x_BTD: layer.init(jax.random.key(0), x_BTD, call), x_BTD)

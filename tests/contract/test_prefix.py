@@ -16,7 +16,7 @@ SIZES = {24: CHUNKS[1:2], LENGTH: CHUNKS}  # of a cache: the chunks that are rea
 
 
 def with_little_capacity(name):
-    """(model, variables) of a row, which refuses tokens."""
+    """(model, variables) of a row, of which tokens overflow."""
     return families.with_capacity(families.build(name), share=0.4), families.variables_of(name)
 
 
@@ -49,7 +49,7 @@ def test_a_logit_depends_on_the_tokens_before_alone(name):
 
 
 @pytest.mark.parametrize("name", families.rows(["mod_options", "moe"], {"mod_options"}))
-def test_so_little_capacity_refuses_tokens(name):
+def test_tokens_overflow_at_so_little_capacity(name):
     """Here, so that the test above compares that."""
     ((_, cache),) = read_prefix(name, LENGTH, CHUNKS[:1])
     counters = [

@@ -15,6 +15,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from refusals import refused
 
+from docs import architecture
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -35,6 +37,15 @@ def lint(tree):
 def test_contracts_hold():
     status, output = lint(ROOT)
     assert status == 0, output
+
+
+def test_configs_import_one_way_too():
+    """The linter does not see their folder."""
+    names = architecture.packages()
+    edges = architecture.imports(names)
+    assert {"config.run"} <= edges["configs"]
+    for name, others in edges.items():
+        assert all(names.index(name) < names.index(other) for other in others), name
 
 
 @needs_linter

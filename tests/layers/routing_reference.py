@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from scipy import special
 
-from efx.layers.call import Call
 from efx.layers.selection import HEADROOM
+from efx.layers.token_context import TokenContext
 from efx.models.stack import Layer
 
 ROWS, LENGTH = 3, 16
@@ -22,7 +22,7 @@ OPTIONS = {
     "depth_routing.kind": "mod",
     "depth_routing.every": 1,
     "depth_routing.capacity": 0.5,
-    "depth_routing.causal": "aux_loss",
+    "depth_routing.causal_decision": "aux_loss",
 }
 GATES = {
     "identity": lambda r: r,
@@ -181,7 +181,7 @@ def activations(seed=0):
 def run(module, params, x_BTD, selection="train", segments=None, positions=None, state=None):
     """(output, losses and statistics) of a layer."""
     positions = np.arange(x_BTD.shape[1])[None] if positions is None else positions
-    call = Call(positions, segments, selection=selection)
+    call = TokenContext(positions, segments, selection=selection)
     variables = {"params": jax.tree.map(np.float32, params), **(state or {})}
 
     @families.jit

@@ -13,7 +13,7 @@ from refusals import refused
 from efx import models
 from efx.configs import common
 from efx.layers import selection
-from efx.layers.call import Call
+from efx.layers.token_context import TokenContext
 from efx.models.stack import Layer
 from efx.parallel import sharding
 from efx.routing import scores
@@ -185,13 +185,13 @@ def test_a_stochastic_model_is_evaluated_with_new_draws():
 
 @pytest.mark.parametrize("capacity", [0.3, 0.125, 0.7, 4095 / 4096])
 def test_spaced_positions_are_as_many_as_the_capacity_of_any_length(capacity):
-    count_T = np.cumsum(score("position", Call(np.arange(300)[None]), capacity)[0] > 0)
+    count_T = np.cumsum(score("position", TokenContext(np.arange(300)[None]), capacity)[0] > 0)
     slots_T = np.array([selection.num_slots(capacity, n) for n in range(1, 301)])
     np.testing.assert_array_equal(count_T, slots_T)
     # Far into a text a position times the numerator of the capacity is more than an int32 holds.
     a, b = fractions.Fraction(capacity).limit_denominator(4096).as_integer_ratio()
     positions_T = np.arange(2**31 - 9_000, 2**31 - 5_000)
-    far = Call(jnp.asarray(positions_T[None], jnp.int32))
+    far = TokenContext(jnp.asarray(positions_T[None], jnp.int32))
     expected_T = b * ((a * positions_T + a - 1) // b) // a == positions_T
     np.testing.assert_array_equal(score("position", far, capacity)[0] > 0, expected_T)
 
@@ -206,7 +206,7 @@ def test_spaced_positions_are_a_function_of_position():
     for part_BT in selected(trained, variables, tokens_BT, None):
         np.testing.assert_array_equal(part_BT, expected_BT[:, :13])
     chosen = {
-        capacity: np.flatnonzero(score("position", Call(np.arange(16)[None]), capacity) > 0)
+        capacity: np.flatnonzero(score("position", TokenContext(np.arange(16)[None]), capacity) > 0)
         for capacity in (1e-30, 0.125, 0.375, 1.0)
     }
     # So small a capacity is still one slot.
@@ -224,7 +224,7 @@ def test_a_threshold_selects_whole_types_of_tokens_and_the_capacity():
     text_BT = np.random.default_rng(1).choice(6, (40, 500), p=SHARES).astype(np.int32)
     positions_BT = np.arange(text_BT.size).reshape(text_BT.shape)
     places_BT = scores.token_places(text_BT, positions_BT, 6)
-    call = Call(positions_BT, token_places_BT=places_BT)
+    call = TokenContext(positions_BT, token_places_BT=places_BT)
     all_BT = np.ones(text_BT.shape, bool)
     fractions_of = []
     for seed in (0, 900, 1800, 2700):
@@ -257,32 +257,3 @@ def test_blocks_select_types_by_their_seeds():
 def test_latents_have_no_ids():
     changes = {**CHANGES, **LATENT, "depth_routing.score": "token_hash"}
     refused(lambda: families.make(changes), "score='token_hash'", "family='latent'")
-
-
-# ---- recursion ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", CONTROLS)
-def test_a_control_selects_among_the_tokens_of_the_previous_step(name):
-    changes = {
-        **CHANGES,
-        "depth": 3,
-        "depth_routing.kind": "recursion",
-        "depth_routing.recursions": 3,
-        "depth_routing.capacity": (1.0, 0.5, 0.25),
-        "depth_routing.score": name,
-        "depth_routing.gate": "one",
-    }
-    model = families.make(changes).clone(selection="train")
-    variables = {"params": families.random_params(model), **families.random_state(model)}
-    _, sown = families.jit(
-        lambda: model.apply(
-            variables, families.tokens(batch=2), rngs=families.keys(), mutable=["choices"]
-        )
-    )()
-    steps = [sown["choices"]["layers"][f"recursion_{i}"]["routed"][0].value for i in (1, 2)]
-    first_BT, second_BT = map(np.asarray, steps)
-    assert np.all(first_BT | ~second_BT)
-    assert np.all(first_BT.sum(1) == 16) and np.all(second_BT.sum(1) == 8)
-    if name == "position":
-        np.testing.assert_array_equal(np.flatnonzero(second_BT[0]), np.arange(0, 32, 4))

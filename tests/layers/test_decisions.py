@@ -22,7 +22,7 @@ from routing_reference import (
 )
 from scipy import special
 
-from efx.layers.call import Call
+from efx.layers.token_context import TokenContext
 from efx.routing import decisions
 from efx.routing.calibrate import calibrate, reset_threshold_steps
 
@@ -38,7 +38,7 @@ def np_predictor(x_BTD, p):
 def test_predictor_decides_and_learns_from_top_k(router_norm):
     """It reads what the router reads."""
     module, p = layer(
-        depth_routing__causal="predictor",
+        depth_routing__causal_decision="predictor",
         depth_routing__predictor_hidden=8,
         depth_routing__router_norm=router_norm,
     )
@@ -65,7 +65,7 @@ def test_predictor_decides_and_learns_from_top_k(router_norm):
 
 def test_predictor_computes_in_float32_on_accelerators_too():
     """They round the operands of products by default, which turns a thousandth of all decisions."""
-    spec = layer(depth_routing__causal="predictor")[0].spec
+    spec = layer(depth_routing__causal_decision="predictor")[0].spec
     module = decisions.Predictor(spec.routing, 0.5, 16)
     x_BTD, score_BT = jnp.zeros((1, 4, 16), jnp.bfloat16), jnp.zeros((1, 4))
     traced = jax.jit(module.init_with_output).trace(jax.random.key(0), x_BTD, score_BT)
@@ -74,7 +74,7 @@ def test_predictor_computes_in_float32_on_accelerators_too():
 
 
 def test_several_decisions_are_trained_and_any_can_decide():
-    module, p = layer(depth_routing__also_train=("predictor", "threshold"))
+    module, p = layer(depth_routing__extra_decisions=("predictor", "threshold"))
     state = {"state": {"threshold": {"quantile": np.float32(0.4), "steps": np.int32(9)}}}
     x_BTD = activations()
     score_BT = x_BTD @ p["router"]
@@ -107,7 +107,7 @@ def train(module):
 
     @families.jit
     def step(params, state, x_BTD, segments_BT=None):
-        call = Call(jnp.arange(LENGTH)[None], segments_BT, train=True, selection="train")
+        call = TokenContext(jnp.arange(LENGTH)[None], segments_BT, train=True, selection="train")
         variables = {"params": params, "state": state}
         out_BTD, sown = module.apply(variables, x_BTD, call, mutable=["state"])
         return out_BTD, sown["state"]
@@ -120,7 +120,7 @@ def test_threshold_follows_the_quantile_and_then_decides():
     the midpoint between the k-th score and the next; after the warm-up it selects, as it was before
     the step, under the causal limit."""
     module, p = layer(
-        depth_routing__causal="threshold",
+        depth_routing__causal_decision="threshold",
         depth_routing__train_selection="threshold",
         depth_routing__threshold_warmup=2,
         depth_routing__threshold_decay=0.05,
@@ -151,7 +151,7 @@ def test_threshold_follows_the_quantile_and_then_decides():
 def test_padding_moves_no_threshold():
     """Each row counts by its tokens, of which the top quarter is selected; without any token theta
     and its steps stay."""
-    module, p = layer(depth_routing__causal="threshold", depth_routing__capacity=0.25)
+    module, p = layer(depth_routing__causal_decision="threshold", depth_routing__capacity=0.25)
     p, x_BTD = jax.tree.map(np.float32, p), activations()
     length_B = np.array([3, 9, LENGTH])
     real_BT = np.arange(LENGTH)[None] < length_B[:, None]
@@ -176,7 +176,7 @@ def test_thresholds_begin_again_with_a_stage():
 
 def test_calibrated_thresholds_are_the_mean_quantile_of_some_batches():
     """With the parameters as they are, whatever the threshold was; nothing else changes."""
-    model = families.make({**OPTIONS, "depth_routing.causal": "threshold"})
+    model = families.make({**OPTIONS, "depth_routing.causal_decision": "threshold"})
     params, variables = families.random_params(model), families.random_state(model)
     batches = [{"inputs": families.tokens(seed)} for seed in range(3)]
     got = calibrate(model, params, variables, batches)["state"]["layers"]["block_0"]["threshold"]

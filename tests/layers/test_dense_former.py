@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from efx.layers.call import Call
+from efx.layers.token_context import TokenContext
 from efx.models.stack import Layer, Stack, StateAverage
 
 ON = {"dense_former.on": True, "depth": 6, "width": 16}
@@ -47,7 +47,7 @@ def test_the_formula():
     model = families.make(ON)
     params = families.random_params(model)["layers"]
     x_BTD = np.random.default_rng(0).normal(size=(2, LENGTH, 16)).astype(np.float32)
-    call = Call(np.arange(LENGTH, dtype=np.int32)[None])
+    call = TokenContext(np.arange(LENGTH, dtype=np.int32)[None])
 
     @families.jit
     def both(params, x_BTD):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from routing_reference import GATES, LENGTH, activations, layer, run
 
-from efx.layers.call import Call
+from efx.layers.token_context import TokenContext
 from efx.models.adapters import Adapter, AdapterConfig
 from efx.routing.reports import DEPTH
 from efx.train.evaluator import Passes
@@ -43,7 +43,7 @@ def test_health_of_a_routed_block_by_hand(gate):
 
 
 def test_a_negative_gate_is_not_a_closed_one():
-    module, p = layer(depth_routing__gate="identity", depth_routing__causal="threshold")
+    module, p = layer(depth_routing__gate="identity", depth_routing__causal_decision="threshold")
     x_BTD = activations() - 9 * p["router"].astype(np.float32)
     state = {"threshold": {"quantile": np.float32(-99), "steps": np.int32(99)}}
     sown = run(module, p, x_BTD, selection="causal", state={"state": state})[1]
@@ -75,7 +75,7 @@ def test_gate_of_an_adapter_by_hand():
     module = Adapter(config, 5, ("embed", "mlp"), jnp.float32)
     segments_BT = np.ones((3, LENGTH), np.int32)
     segments_BT[1, 5:] = 0
-    call = Call(jnp.arange(LENGTH)[None], segments_BT)
+    call = TokenContext(jnp.arange(LENGTH)[None], segments_BT)
     params = module.init(jax.random.key(0), x_BTD, call)["params"]
     params["gate"] = families.constant(np.linspace(-1, 1, 32), np.float32)
     _, sown = module.apply({"params": params}, x_BTD, call, mutable=["stats"])

@@ -17,8 +17,8 @@ from efx.config.load import load_config
 from efx.configs import common
 from efx.layers import learned_dropout as ld
 from efx.layers.block import Block
-from efx.layers.call import Call
 from efx.layers.config import ElementwiseConfig
+from efx.layers.token_context import TokenContext
 from efx.models.stack import Layer
 from efx.parallel import sharding
 from efx.train import losses, optim
@@ -45,7 +45,7 @@ def one_site(kind, site, **changes):
 
 
 def call(length, **changes):
-    return Call(np.arange(length)[None], **changes)
+    return TokenContext(np.arange(length)[None], **changes)
 
 
 def apply(mask, params, x, call, *mutable):
@@ -261,7 +261,7 @@ def test_padding_and_empty_slots_do_not_count():
     assert whole["losses"]["layers"]
     x_BTD = np.float32(np.random.default_rng(0).normal(size=(1, 5, 1)))
     mask = {"mask_frequency": np.float32([2]), "mask_phase": np.zeros(1, np.float32)}
-    calls = (x_BTD[:, :3], call(3)), (x_BTD, Call(np.array([[0, 1, 2, -1, -1]])))
+    calls = (x_BTD[:, :3], call(3)), (x_BTD, TokenContext(np.array([[0, 1, 2, -1, -1]])))
     both = [apply(elementwise(), mask, x, c, "losses", "stats")[1] for x, c in calls]
     families.assert_trees_close(*both, rtol=1e-5)
 
@@ -348,7 +348,7 @@ def test_routed_masks_read_the_mask_input_of_routed_tokens():
 
     @families.jit
     def delta(e_BTD):
-        part = Call(jnp.asarray(routed)[None], mask_input_BTD=e_BTD)
+        part = TokenContext(jnp.asarray(routed)[None], mask_input_BTD=e_BTD)
         return Block(spec.blocks[0]).apply({"params": inner}, x_BTD[:, routed], part)
 
     delta_BTD = np.asarray(delta(e_BTD[:, routed]))

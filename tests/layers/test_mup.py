@@ -11,11 +11,11 @@ from efx.configs import common
 from efx.train import optim
 
 SMALL = {"width": 64, "depth": 1, "init_std": 0.02, "preset": "gpt2", "tied": False}
-# One level, half as wide as the stack, with memory tokens.
+# One level, half as wide as the stack.
 LATENT = {
     "family": "latent", "group_size": 8, "latents": (2,), "level_widths": (32,), "width": 64,
-    "depth": 1, "attention.num_heads": 2, "init_std": 0.02, "tied": False, "memory_local": 8,
-    "memory_global": 8, "decoder_local": 1, "decoder_global": 0,
+    "depth": 1, "attention.num_heads": 2, "init_std": 0.02, "tied": False,
+    "decoder_local": 1, "decoder_global": 0,
 }  # fmt: skip
 STREAMS = {"family": "encoder_decoder", "width": 64, "depth": 2, "init_std": 0.02}
 MODE = {
@@ -23,7 +23,7 @@ MODE = {
     "mlp.moe.num_experts": 4,
     "depth_routing.kind": "mod",
     "depth_routing.every": 1,
-    "depth_routing.also_train": ("predictor",),
+    "depth_routing.extra_decisions": ("predictor",),
 }
 ADAPTERS = {
     "adapter.kind": "lora",
@@ -102,13 +102,11 @@ def test_initial_standard_deviations(changes, table, hidden, head):
 
 
 def test_initial_standard_deviations_of_latent_levels():
-    """All levels start from init_std * sqrt(base_width / width); memory tokens and first latents
-    start like embeddings."""
+    """All levels start from init_std * sqrt(base_width / width); first latents start like
+    embeddings."""
     values = initial(LATENT | {"mup.base_width": 16})
-    embedded = [path for path in values if path.endswith(("_local", "_global", "first"))]
-    assert len(embedded) == 5  # memory of the encoder (2), decoder and stack; first latents
-    for path in embedded:
-        assert values[path].std() == pytest.approx(0.02, rel=0.2), path
+    (first,) = (value for path, value in values.items() if path.endswith("first"))
+    assert first.std() == pytest.approx(0.02, rel=0.2)
     queries = [value for path, value in values.items() if path.endswith("/query/kernel")]
     assert {value.shape for value in queries} >= {(32, 32), (64, 64)}  # of both levels
     for value in queries:
@@ -239,7 +237,7 @@ STUDIES = {  # learning rate, changes of the model, measured modules
     "mode": (
         1e-2,
         "attention.num_heads=2 mlp.moe.num_experts=2 depth_routing.every=1"
-        " depth_routing.causal=predictor",
+        " depth_routing.causal_decision=predictor",
         "layers/block_0 layers/block_0/mlp/router_logits layers/block_0/predictor/logits"
         " layers/block_0/router_logits logits",
     ),

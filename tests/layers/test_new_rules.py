@@ -54,8 +54,8 @@ def test_a_training_step_sorts_the_scores_of_a_block_once(name):
     changes = {
         **ROUTED,
         "depth_routing.train_selection": name,
-        "depth_routing.causal": "threshold",
-        "depth_routing.also_train": ("aux_loss", "predictor"),
+        "depth_routing.causal_decision": "threshold",
+        "depth_routing.extra_decisions": ("aux_loss", "predictor"),
     }
     model, config = families.make(changes), families.small_config(changes)
     optimizer = optax.chain(optax.snapshot("grad_norm", optax.tree.norm), optax.set_to_zero())
@@ -70,7 +70,7 @@ def test_a_training_step_sorts_the_scores_of_a_block_once(name):
 
 
 def test_a_decision_of_scanned_layers_draws_for_each_of_them():
-    model = families.make({**ROUTED, "depth_routing.causal": "drawn", "scan_layers": True})
+    model = families.make({**ROUTED, "depth_routing.causal_decision": "drawn", "scan_layers": True})
     variables = {"params": families.random_params(model), **families.random_state(model)}
     _, sown = families.jit(
         lambda: model.apply(variables, families.tokens(), rngs=families.keys(), mutable=["stats"])
@@ -175,11 +175,11 @@ def test_a_new_gate_multiplies_the_increment():
 
 @pytest.mark.parametrize("score", ["norm", "position", "token_hash", "stochastic"])
 def test_aux_loss_needs_a_score_with_parameters(score):
-    for settings in ({"causal": "aux_loss"}, {"also_train": ("aux_loss",)}):
+    for settings in ({"causal_decision": "aux_loss"}, {"extra_decisions": ("aux_loss",)}):
         routing = {"score": score, **settings}
         refused(lambda r=routing: DepthRoutingConfig(kind="mod", **r), f"score={score!r}")
         assert DepthRoutingConfig(kind="none", **routing)
-    assert DepthRoutingConfig(kind="mod", score="probe", causal="aux_loss")
+    assert DepthRoutingConfig(kind="mod", score="probe", causal_decision="aux_loss")
 
 
 def test_a_new_score_is_not_exported(tmp_path):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from routing_reference import LENGTH, OPTIONS, ROWS, activations, layer, run
 
-from efx.layers.call import CacheView, Call
+from efx.layers.token_context import CacheView, TokenContext
 
 SLOTS = LENGTH // 2
 
@@ -91,14 +91,14 @@ def test_one_token_fewer_than_the_capacity():
 def test_predictor_fed_the_output_of_the_block():
     """The predictor does not depend on the block that it decides about, which it could not save
     otherwise; it reads through a stopped gradient. The defect: it reads the block's output."""
-    module, p = layer(depth_routing__causal="predictor")
+    module, p = layer(depth_routing__causal_decision="predictor")
     x_BTD = activations()
     other = {**p, "mlp": jax.tree.map(np.negative, p["mlp"])}
     first, second = (run(module, each, x_BTD)[1]["predictor_bce"] for each in (p, other))
     assert first == second > 0
 
     def loss(params, x_BTD):
-        call = Call(jnp.arange(LENGTH)[None], selection="train")
+        call = TokenContext(jnp.arange(LENGTH)[None], selection="train")
         _, sown = module.apply({"params": params}, x_BTD, call, mutable=["losses", "stats"])
         return sown["losses"]["predictor_bce"][0]
 
@@ -171,7 +171,9 @@ def alone(selection):
     """Outputs of the routed layer for each token by itself, without a cache."""
     module, p = layer()
     apply = families.jit(functools.partial(module.apply, {"params": jax.tree.map(np.float32, p)}))
-    return one_by_one(lambda x_B1D, t: apply(x_B1D, Call(np.int32([[t]]), selection=selection)))
+    return one_by_one(
+        lambda x_B1D, t: apply(x_B1D, TokenContext(np.int32([[t]]), selection=selection))
+    )
 
 
 @functools.cache
@@ -181,7 +183,7 @@ def decoded():
     p, cache = jax.tree.map(np.float32, p), {}
 
     def call(t):
-        return Call(jnp.full((ROWS, 1), t), cache=CacheView(size=LENGTH))
+        return TokenContext(jnp.full((ROWS, 1), t), cache=CacheView(size=LENGTH))
 
     @families.jit
     def decode(cache, x_B1D, t):

@@ -14,7 +14,7 @@ from routing_reference import GATES, norm, np_admit, np_layer, np_mlp, np_topk
 from efx import models
 from efx.layers import flops
 from efx.layers import selection as routing_selection
-from efx.layers.call import Call
+from efx.layers.token_context import TokenContext
 from efx.models import stack
 from efx.routing.mod import MoDBlock
 
@@ -25,7 +25,7 @@ RECURSION = {
     "depth_routing.recursions": 3,
     "depth_routing.capacity": (1.0, 0.6, 0.3),
     "depth_routing.slack": 1.0,
-    "depth_routing.causal": "aux_loss",
+    "depth_routing.causal_decision": "aux_loss",
 }
 
 
@@ -87,7 +87,9 @@ def traced(model, params, tokens_BT, segments_BT=None):
             out_BTD = stack.Stack(model.specs(), False, "none").apply(
                 {"params": params["layers"]},
                 x_BTD,
-                Call(jnp.arange(tokens_BT.shape[1])[None], segments_BT, selection=model.selection),
+                TokenContext(
+                    jnp.arange(tokens_BT.shape[1])[None], segments_BT, selection=model.selection
+                ),
             )
         return out_BTD, list(seen)
 
@@ -149,7 +151,7 @@ def test_once_for_all_tokens_is_the_dense_model():
 @pytest.mark.slow
 def test_losses_statistics_and_thresholds_are_of_the_survivors():
     """Loss, agreement and quantile among the tokens that are left, fractions of the sequence."""
-    model, params = build(also_train=("threshold",))
+    model, params = build(extra_decisions=("threshold",))
     state = {"state": families.random_state(model)["state"]}
     state = jax.tree.map(jnp.zeros_like, state)
     collections = ["losses", "stats", "state"]
@@ -183,7 +185,9 @@ def test_losses_statistics_and_thresholds_are_of_the_survivors():
 def test_the_parameters_are_the_same_at_every_stage_of_the_capacity():
     """Also at a stage where no step leaves a token out: each is as if its capacity were that one,
     with a router for every step but the first."""
-    model, params = build(0.6, causal="threshold", capacity_stages=((0.3, 1.0), (0.6, 0.8)))
+    model, params = build(
+        0.6, causal_decision="threshold", capacity_stages=((0.3, 1.0), (0.6, 0.8))
+    )
     variables = {"params": params, **families.random_state(model)}
     for capacity, capacities in ((1.0, (1.0, 1.0, 1.0)), (0.8, (1.0, 0.8, 0.64)), (0.6, None)):
         staged = models.changed(model, **{"depth_routing.capacity": capacity})
@@ -194,7 +198,7 @@ def test_the_parameters_are_the_same_at_every_stage_of_the_capacity():
         assert capacities is None or [s.capacity for s in steps] == pytest.approx(capacities)
         assert [s.routing is not None for s in steps] == [False, True, True]
     # After the last stage the model is the one without stages.
-    plain, tokens_BT = build(0.6, causal="threshold")[0], families.tokens(batch=2)
+    plain, tokens_BT = build(0.6, causal_decision="threshold")[0], families.tokens(batch=2)
     np.testing.assert_array_equal(
         *(families.jit(m.apply)(variables, tokens_BT) for m in (model, plain))
     )

@@ -26,9 +26,9 @@ from scipy import special
 
 from efx import models
 from efx.layers import selection
-from efx.layers.call import Call
 from efx.layers.config import BlockConfig
 from efx.layers.linear import dot_float32
+from efx.layers.token_context import TokenContext
 from efx.routing.config import warn_if_router_is_untrained
 from efx.routing.mod import MoDBlock
 
@@ -184,7 +184,7 @@ def test_packed_documents_and_the_gradient_are_the_formulas():
 def test_full_capacity_and_gate_one_is_the_dense_model(preset, dtype):
     """Bit for bit, where the compiler rounds as the program says: fused loops may round less. With
     selection="off" a model is the one without its routed blocks."""
-    changes = {"kind": "mod", "capacity": 1.0, "gate": "one", "causal": "aux_loss"}
+    changes = {"kind": "mod", "capacity": 1.0, "gate": "one", "causal_decision": "aux_loss"}
     routed = families.make({"preset": preset, **families.dotted({"depth_routing": changes})}, dtype)
     kind = dataclasses.replace(routed.config.depth_routing, kind="none")
     dense = models.changed(routed, depth_routing=kind)
@@ -301,7 +301,7 @@ def gradients_of(loss, module, p, x_BTD):
     """Gradients of loss(output, losses) by the parameters and the input."""
 
     def value(params, x_BTD):
-        call = Call(jnp.arange(LENGTH)[None], selection="train")
+        call = TokenContext(jnp.arange(LENGTH)[None], selection="train")
         out_BTD, sown = module.apply({"params": params}, x_BTD, call, mutable=["losses"])
         return loss(out_BTD, sown["losses"])
 
@@ -333,11 +333,15 @@ def test_the_gate_trains_the_router(gate, reaches):
     assert np.any(np.asarray(grads["router"]) != 0) == reaches
 
 
-@pytest.mark.parametrize("also_train, trained", [(("threshold",), False), (("aux_loss",), True)])
-def test_a_router_that_nothing_trains_is_warned_of(also_train, trained, caplog):
+@pytest.mark.parametrize(
+    "extra_decisions, trained", [(("threshold",), False), (("aux_loss",), True)]
+)
+def test_a_router_that_nothing_trains_is_warned_of(extra_decisions, trained, caplog):
     """With a gate of 1 only the loss of `aux_loss` reaches it."""
     warn_if_router_is_untrained.cache_clear()
-    routing = dict(kind="mod", gate="one", causal="predictor", also_train=also_train)
+    routing = dict(
+        kind="mod", gate="one", causal_decision="predictor", extra_decisions=extra_decisions
+    )
     families.make(families.dotted({"depth_routing": routing}))
     assert ("gate='one'" in caplog.text) != trained
 
@@ -346,7 +350,7 @@ def test_unused_slots_have_finite_gradients():
     module, p = layer()
     x_BTD = activations()
     x_BTD[2] -= 10 * p["router"] / np.sum(p["router"] ** 2)  # no token of row 2 is routed
-    call = Call(np.arange(LENGTH)[None], selection="causal")
+    call = TokenContext(np.arange(LENGTH)[None], selection="causal")
 
     def total(params, x_BTD):
         return jnp.sum(jnp.square(module.apply({"params": params}, x_BTD, call)))

@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 from routing_reference import np_admit, np_topk
 
 from efx.layers import selection
-from efx.layers.call import Call
+from efx.layers.token_context import TokenContext
 
 T, RATES = 12, (0.1, 0.3, 0.5)
 masks = hnp.arrays(bool, (2, T))
@@ -60,7 +60,7 @@ def test_causal_limit_is_exact_and_has_as_many_slots(rate):
     np.testing.assert_array_equal(jax.jit(selection.causal_limit, static_argnums=(0, 1))(
         jnp, rate, lengths), exact)  # fmt: skip
     for n in (1, 5, 40):
-        all_BT = selection.admit(np.ones((1, n), bool), rate, Call(rows_of(length=n)))
+        all_BT = selection.admit(np.ones((1, n), bool), rate, TokenContext(rows_of(length=n)))
         assert all_BT.sum() == selection.num_causal_slots(rate, n)
 
 
@@ -120,11 +120,11 @@ def test_admission_is_one_token_after_another(selected_BT, rate, admitted, befor
     """Also after `before` tokens of which `admitted` were, with a limit for each expert, and of
     tokens whose count is not their position."""
     admitted = min(admitted, int(selection.causal_limit(np, rate, before)) + selection.HEADROOM)
-    call, counts_T = Call(rows_of(2) + before), before + np.arange(T) + 1
+    call, counts_T = TokenContext(rows_of(2) + before), before + np.arange(T) + 1
     expected_BT = [np_admit(row_T, rate, counts_T, admitted) for row_T in selected_BT]
     admitted_B = np.full(2, admitted, np.int32)
     np.testing.assert_array_equal(admit(selected_BT, rate, call, admitted_B), expected_BT)
-    of_count = Call(rows_of(2) * 7, count_BT=rows_of(2) + before + 1)
+    of_count = TokenContext(rows_of(2) * 7, count_BT=rows_of(2) + before + 1)
     np.testing.assert_array_equal(admit(selected_BT, rate, of_count, admitted_B), expected_BT)
     experts_BTE = np.stack([selected_BT, ~selected_BT], axis=2)
     experts_BE = np.stack([admitted_B, admitted_B // 2], axis=1)
@@ -142,8 +142,10 @@ def test_admission_in_packed_rows_counts_each_document(selected_BT, rows, rate):
     first tokens get the slots."""
     positions_BT, segments_BT = rows
     selected_BT = selected_BT & (segments_BT > 0)
-    got_BT = np.asarray(admit(selected_BT, rate, Call(positions_BT, segments_BT)))
-    got_BTE = admit(np.stack([~selected_BT, selected_BT], 2), rate, Call(positions_BT, segments_BT))
+    got_BT = np.asarray(admit(selected_BT, rate, TokenContext(positions_BT, segments_BT)))
+    got_BTE = admit(
+        np.stack([~selected_BT, selected_BT], 2), rate, TokenContext(positions_BT, segments_BT)
+    )
     np.testing.assert_array_equal(got_BTE[..., 1], got_BT)
     for b in range(2):
         for document in np.unique(segments_BT[b]):
@@ -153,7 +155,7 @@ def test_admission_in_packed_rows_counts_each_document(selected_BT, rows, rate):
         if len(np.unique(segments_BT[b])) <= selection.HEADROOM + 1:
             assert got_BT[b].sum() <= selection.num_causal_slots(rate, T)
     for most_rate in (rate, 1.0):
-        call = Call(positions_BT, segments_BT)
+        call = TokenContext(positions_BT, segments_BT)
         every_BT, first_BT = (admit(selected_BT, most_rate, call, slots=s) for s in (None, 2))
         np.testing.assert_array_equal(first_BT, every_BT & (np.cumsum(every_BT, axis=1) <= 2))
 
@@ -161,9 +163,9 @@ def test_admission_in_packed_rows_counts_each_document(selected_BT, rows, rate):
 @by_hypothesis
 @given(masks, rates, st.sampled_from([1, 7]))
 def test_admission_in_chunks_is_that_of_the_whole(selected_BT, rate, cut):
-    whole_BT = admit(selected_BT, rate, Call(rows_of(2)))
-    first_BT = admit(selected_BT[:, :cut], rate, Call(rows_of(2)[:, :cut]))
-    rest = Call(rows_of(2)[:, cut:])
+    whole_BT = admit(selected_BT, rate, TokenContext(rows_of(2)))
+    first_BT = admit(selected_BT[:, :cut], rate, TokenContext(rows_of(2)[:, :cut]))
+    rest = TokenContext(rows_of(2)[:, cut:])
     rest_BT = admit(selected_BT[:, cut:], rate, rest, np.int32(first_BT.sum(axis=1)))
     np.testing.assert_array_equal(whole_BT, np.concatenate([first_BT, rest_BT], axis=1))
 
@@ -174,8 +176,10 @@ def test_admission_in_chunks_is_that_of_the_whole(selected_BT, rate, cut):
 @jax.jit
 def moved(selected_BT, x_BT, y_BC):
     index_BC = selection.compact(selected_BT, 4)
-    added_BT, put_BT = (f(x_BT, index_BC, y_BC) for f in (selection.add, selection.put))
-    return index_BC, selection.take(x_BT, index_BC, fill=-5), added_BT, put_BT
+    added_BT, put_BT = (
+        f(x_BT, index_BC, y_BC) for f in (selection.scatter_add, selection.scatter_set)
+    )
+    return index_BC, selection.gather(x_BT, index_BC, fill=-5), added_BT, put_BT
 
 
 @by_hypothesis
@@ -199,9 +203,9 @@ def test_the_first_selected_tokens_are_gathered_and_put_back(selected_BT, x_BT):
 
 
 def test_gathered_calls_keep_positions_documents_and_counts():
-    call = Call(np.array([[0, 1, 2, 0, 1]]), np.array([[1, 1, 1, 2, 2], [3, 3, 3, 3, 0]]))
+    call = TokenContext(np.array([[0, 1, 2, 0, 1]]), np.array([[1, 1, 1, 2, 2], [3, 3, 3, 3, 0]]))
     call = call.for_rows(2).replace(count_BT=np.array([[1, 1, 2, 1, 1], [1, 2, 2, 3, 3]]))
-    got = call.take(np.array([[2, 3], [1, 5]]))
+    got = call.gather(np.array([[2, 3], [1, 5]]))
     np.testing.assert_array_equal(got.positions_BT, [[2, 0], [1, -1]])
     np.testing.assert_array_equal(got.segment_ids_BT, [[1, 2], [3, 0]])
     np.testing.assert_array_equal(got.count_BT, [[2, 1], [2, 0]])
@@ -218,10 +222,10 @@ class Rounds(nn.Module):
         def body(module, index, out_BT):
             module.put_variable("cache", "rounds", module.get_variable("cache", "rounds") + 1)
             for index_BC in index if index.ndim == 3 else [index]:
-                out_BT = selection.add(out_BT, index_BC, jnp.ones(index_BC.shape))
+                out_BT = selection.scatter_add(out_BT, index_BC, jnp.ones(index_BC.shape))
             return out_BT
 
-        return selection.in_rounds(self, selected_BT, 2, x_BT, body, carries="cache")
+        return selection.loop_over_selected(self, selected_BT, 2, x_BT, body, carries="cache")
 
 
 @pytest.mark.parametrize("most", [0, 1, 4, 5])

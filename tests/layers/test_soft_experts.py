@@ -12,8 +12,8 @@ from refusals import refused
 from scipy import special
 
 from efx.layers import flops
-from efx.layers.call import Call
 from efx.layers.soft_experts import SoftBlock, merge
+from efx.layers.token_context import TokenContext
 from efx.models import costs
 
 B, T, WIDTH = 2, 11, 24
@@ -24,7 +24,7 @@ SMALL = {
     "width": WIDTH,
     "attention.num_heads": 4,
 }
-CALL = Call(np.arange(T)[None])
+CALL = TokenContext(np.arange(T)[None])
 
 
 def block(changes):

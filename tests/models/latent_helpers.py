@@ -15,19 +15,13 @@ LEVELS = {
     3: _levels(8, (4, 2, 1), (8, 8, 12), (2, 1, 2)),
 }
 SMALL = {"family": "latent", "width": 16, "attention.num_heads": 2, "depth": 1, "positions": "both"}
-MEMORY = {
-    "none": {},
-    "local": {"memory_local": 2},
-    "global": {"memory_global": 1},
-    "both": {"memory_local": 1, "memory_global": 2},
-}
 FEW = {"encoder_global": 0, "decoder_local": 0}  # fewer blocks compile faster
 NONE = {**FEW, "encoder_local": 0, "decoder_global": 0}
 MOD = {
     "depth_routing.kind": "mod",
     "depth_routing.every": 1,
     "depth_routing.capacity": 0.5,
-    "depth_routing.causal": "threshold",
+    "depth_routing.causal_decision": "threshold",
     "depth": 2,
 }
 

@@ -21,7 +21,7 @@ from efx import checkpoint, models
 from efx.config.load import config_of_run
 from efx.configs import common, phatgoose
 from efx.interop import architectures
-from efx.layers.call import Call
+from efx.layers.token_context import TokenContext
 from efx.models.adapters import Adapter, AdapterConfig
 from efx.train import finished_run, setup, trainer
 
@@ -33,7 +33,7 @@ COMPOSED = {"experts": tuple("abcd")}
 INCLUSION = {**COMPOSED, "routing": "inclusion", "capacity": CAPACITY, "slack": SLACK}
 
 
-CALL = Call(jnp.arange(LENGTH)[None])
+CALL = TokenContext(jnp.arange(LENGTH)[None])
 
 
 def adapter_of(dtype=jnp.float32, **changes):
@@ -123,7 +123,7 @@ def test_inclusion_is_the_formula(selection):
 def test_statistics_do_not_count_tokens_of_packed_rows_beyond_the_slots():
     """Documents of one token each admit every selected token, more than there are slots."""
     segment_ids_BT = jnp.tile(1 + jnp.arange(LENGTH), (ROWS, 1))
-    call = Call(jnp.zeros_like(segment_ids_BT), segment_ids_BT)
+    call = TokenContext(jnp.zeros_like(segment_ids_BT), segment_ids_BT)
     a, x, _, sown = applied(call, **INCLUSION | {"capacity": 0.2})
     slots = math.ceil(0.2 * SLACK * LENGTH) + 4
     selected_BE = np.sum(x @ a["entrance"].T + a["entrance_bias"] > 0, axis=1)
@@ -131,30 +131,6 @@ def test_statistics_do_not_count_tokens_of_packed_rows_beyond_the_slots():
     assert computed < selected_BE.sum()
     assert sown["adapter/experts_per_token"] == pytest.approx(computed / (ROWS * LENGTH))
     assert sown["adapter/overflow_fraction"] == pytest.approx(1 - computed / selected_BE.sum())
-
-
-@pytest.mark.parametrize("site", [".*/up", "decoder_input"])
-def test_included_experts_do_not_depend_on_row_length_cache_or_chunks(site):
-    chunk, cache_size = 7, 80
-    changes = SITE | {f"adapter.{k}": v for k, v in INCLUSION.items()}
-    if site == "decoder_input":
-        changes |= STREAMS | {"adapter.sites": site}
-    model = families.make(changes, context=80)
-    variables = {"params": families.random_params(model)}
-    tokens_BT = families.tokens(batch=ROWS, length=LENGTH)
-    run, full_B = families.jit(model.apply), np.full(ROWS, LENGTH)
-    logits_BTV = run(variables, tokens_BT)
-    prefix_BTV = run(variables, tokens_BT[:, :17])
-    np.testing.assert_allclose(prefix_BTV, logits_BTV[:, :17], atol=2e-5)
-    decoded_BTV, cache = families.read(
-        families.decoder(model, variables, cache_size),
-        models.init_cache(model, ROWS, cache_size),
-        tokens_BT,
-        families.chunks(full_B, full_B, chunk),
-    )
-    np.testing.assert_allclose(decoded_BTV, logits_BTV, atol=2e-5)
-    (admitted_BE,) = (x for path, x in flatten_dict(cache).items() if path[-1] == "admitted")
-    assert np.max(admitted_BE) == math.ceil(CAPACITY * SLACK * LENGTH) + 4, "the limit is reached"
 
 
 def test_inclusion_is_deterministic_and_sums_over_experts_in_float32():
@@ -283,7 +259,7 @@ def text(tmp_path_factory):
     return path
 
 
-ROUTED = {"model.depth_routing.kind": "mod", "model.depth_routing.causal": "threshold"}
+ROUTED = {"model.depth_routing.kind": "mod", "model.depth_routing.causal_decision": "threshold"}
 PLAIN = {"model.depth_routing.kind": "none", "model.scan_layers": True}
 
 

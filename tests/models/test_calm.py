@@ -17,6 +17,7 @@ from efx import checkpoint, models
 from efx.config.load import config_of_run
 from efx.configs import calm, common
 from efx.layers import flops
+from efx.models import bridges
 from efx.train import finished_run, setup, trainer
 
 LENGTH, BATCH, VOCAB = families.LENGTH, families.BATCH, families.VOCAB
@@ -30,15 +31,13 @@ CASES = {
     "streams_read": (STREAMS, DECODER),
     "adapted_mod_reads": ({**MOD, **MLP}, {**DECODER, **LORA}),
 }
-# Of the bridges of a case.
-OPTIONS = {"streams_read": {"qk_norm": "width", "window": 9, "softcap": 5.0}}
 every_case = pytest.mark.parametrize("name", families.rows(CASES, {"adapted_mod_reads"}))
 
 
 @functools.cache
 def case(name):
     """(model, its variables)"""
-    model = families.bridge(*CASES[name], **OPTIONS.get(name, {}))
+    model = families.bridge(*CASES[name])
     return model, {"params": families.random_params(model), **families.random_state(model)}
 
 
@@ -100,8 +99,7 @@ def test_forward_is_the_formula():
     """Two pairs of layers, evenly spaced, of each of two models: layer by layer against numpy's
     cross-attention."""
     members = {}, {"width": 24, "attention.num_heads": 2}, {"width": 40, "depth": 5}
-    masks = {"window": 9, "softcap": 2.0}
-    model = families.bridge(*members, num_heads=4, qk_norm="head", **masks)
+    model = families.bridge(*members, num_heads=4)
     params = jax.device_get(families.random_params(model))
     wide = jax.tree.map(np.float64, params)
     tokens_BT = families.tokens(batch=1)
@@ -116,7 +114,7 @@ def test_forward_is_the_formula():
         for a, layer in enumerate(layers):
             p = wide[f"bridges_{2 * a + pair}"]
             context = states[a][layer] @ p["project"]["kernel"]
-            added = added + attention(h_TD, context, p["attention"], 4, **masks)
+            added = added + attention(h_TD, context, p["attention"], 4)
         return h_TD + added
 
     anchor = params["anchor_model"]
@@ -125,6 +123,12 @@ def test_forward_is_the_formula():
     expected = rms_norm(h_TD, anchor["norm_final"]) @ anchor["head"]["kernel"][:, :VOCAB]
     result = families.jit(model.apply)({"params": params}, tokens_BT)
     np.testing.assert_allclose(result[0], expected, rtol=2e-4, atol=2e-4)
+
+
+def test_bridges_connect_the_decoder_of_two_streams():
+    streams = families.make({**STREAMS, "cross_source": "previous_layer"})
+    paths = ["layers/block_0/decoder", "layers/block_1/decoder", "last/block_0/decoder"]
+    assert bridges.layer_paths(streams) == paths
 
 
 @every_case
@@ -163,10 +167,9 @@ def test_the_ledger_is_what_is_executed(name):
     """Without padding of the vocabulary, and with attention that visits no masked key; bridges
     visit 10 tokens as one chunk."""
     members = [each | {"attention.chunk": 1, "vocab_multiple": 1} for each in CASES[name]]
-    options = OPTIONS.get(name, {})
-    model = families.bridge(*members, **options)
+    model = families.bridge(*members)
     bridges = (len(members) - 1) * model.config.pairs
-    unseen = 10 * 10 - flops.causal_pairs(10, options.get("window", 0))
+    unseen = 10 * 10 - flops.causal_pairs(10)
     hidden = bridges * flops.attention_scores(unseen, 1, model.anchor_model.config.width)
     assert flops.executed(model, 10) == sum(model.ledger(10).nominal.values()) + hidden
 
@@ -191,7 +194,7 @@ def test_eight_devices_are_one():
 
 OTHER = {
     "model.width": 24, "model.depth": 2, "model.attention.num_heads": 2, "model.scan_layers": True,
-    "model.depth_routing.kind": "mod", "model.depth_routing.causal": "threshold",
+    "model.depth_routing.kind": "mod", "model.depth_routing.causal_decision": "threshold",
     "model.depth_routing.every": 1, "model.depth_routing.capacity": 0.5,
     "model.vocab_multiple": 100,
 }  # fmt: skip

@@ -103,7 +103,11 @@ def test_at_capacity_1_a_converted_model_is_its_parent(parent, child):
 def test_a_converted_run_has_the_text_of_its_parent_and_records_it(parent, child):
     config, record = config_of_run(child), run_dir.run_record(child)
     routing = config.model.depth_routing
-    assert (routing.kind, routing.gate, routing.causal) == ("mod", "twice_sigmoid", "threshold")
+    assert (routing.kind, routing.gate, routing.causal_decision) == (
+        "mod",
+        "twice_sigmoid",
+        "threshold",
+    )
     assert config.train.teacher == str(parent) and config.losses.distill == 0
     assert record["converted"]["to"] == "mod" and record["converted"]["step"] == 2
     assert "teacher" not in record

@@ -87,8 +87,7 @@ def reference(tokens_T, params, c, reads):
         states.append(after_block(states[-1], p, of_block(i)))
     serial = c["cross_source"] == "final" and c["serial_start"] == "encoder"
     x_TD = states[-1] if serial else states[0]
-    x_TD = norm(x_TD, params["norm_input"]) if c["decoder_input_norm"] else x_TD
-    d_TD = linear(x_TD, params["decoder_input"]) + next_TD * c["decoder_input_positions"]
+    d_TD = linear(x_TD, params["decoder_input"])
     decoder = [layer["decoder"] for layer in layers if "decoder" in layer]
     for i, (p, read) in enumerate(zip(decoder, reads, strict=True)):
         d_TD = after_block(d_TD, p, of_block(i), states[read])
@@ -118,12 +117,12 @@ ROPE = {
     "attention.num_kv_heads": 2,
     "cross_heads": 8,
 }
-NORMED = {"output_positions": "subtract_norm", "decoder_input_norm": True, "use_bias": True}
+NORMED = {"output_positions": "subtract_norm", "use_bias": True}
 
 
 def routed(**changes):
     """Every block routed. A token is selected if its score is positive: 10 tokens fit."""
-    changes = dict(kind="mod", every=1, capacity=0.4, causal="aux_loss") | changes
+    changes = dict(kind="mod", every=1, capacity=0.4, causal_decision="aux_loss") | changes
     return {f"depth_routing.{name}": value for name, value in changes.items()}
 
 
@@ -139,12 +138,12 @@ def case(source, encoder_depth, reads, order="self_first", slow=False, **changes
     "changes, reads",
     [
         case("same_layer", 0, (1, 2, 3), use_bias=True, output_positions="subtract"),
-        case("same_layer", 2, (1, 2, 2), "cross_first", decoder_input_positions=True),
+        case("same_layer", 2, (1, 2, 2), "cross_first"),
         case("same_layer", 3, (2, 3), "cross_only", slow=True, output_positions="none"),
         case("previous_layer", 0, (0, 1, 2), "cross_first", embedding_loss="cosine", **NORMED),
         case("previous_layer", 2, (0, 0, 1, 2), "cross_only", slow=True, cross_heads=8),
         case("previous_layer", 0, (0, 1), **ROPE, **{"attention.no_rope_every": 2}),
-        case("final embedding", 1, (1, 1), "cross_only", decoder_input_norm=True),
+        case("final embedding", 1, (1, 1), "cross_only"),
         case("final", 0, (2, 2), "cross_only", **routed()),
         case("same_layer", 0, (1, 2), "cross_first", **routed(), **ROPE),
         case("same_layer", 0, (1, 2), "cross_first", **routed(kv_for_skipped=True)),
@@ -253,7 +252,6 @@ def test_residual_outputs_start_smaller_by_the_root_of_their_number():
         ({"cross_heads": 5}, "config.model.cross_heads=5"),
         ({"depth": 1, "encoder_depth": 2}, "config.model.encoder_depth=2"),
         ({"positions": "rope", "cross_heads": 32}, "config.model.cross_heads=32"),
-        ({"positions": "rope", "decoder_input_positions": True}, "decoder_input_positions=True"),
         ({"positions": "rope", "output_positions": "subtract"}, "output_positions='subtract'"),
         ({"depth_routing.kind": "recursion", "depth": 4}, "depth_routing.kind='recursion'"),
         ({**routed(blocks=(2, 7)), "depth": 4}, "depth_routing.blocks=(2, 7)"),

@@ -28,7 +28,6 @@ from test_import import (  # noqa: F401
 from test_interop import transformers  # noqa: F401
 
 from efx.config import schema
-from efx.config.load import config_of_run
 from efx.data import bpe
 from efx.data.tokenizers import ByteTokenizer, CharTokenizer
 from efx.interop import hf_export, import_run
@@ -39,13 +38,13 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 NORMED = dict(kind="mod", every=1, capacity=0.5, slack=1.0, router_norm="rms")
 OWN = {
-    "predictor": dict(depth_routing=dict(causal="predictor", **NORMED)),
-    "mod_gate_one": dict(depth_routing=dict(causal="aux_loss", gate="one", **NORMED)),
+    "predictor": dict(depth_routing=dict(causal_decision="predictor", **NORMED)),
+    "mod_gate_one": dict(depth_routing=dict(causal_decision="aux_loss", gate="one", **NORMED)),
     "post_norm": dict(
         block_kind="post_norm",
         use_bias=True,
         attention=dict(num_kv_heads=2, window=9, qk_norm="width"),
-        depth_routing=dict(causal="threshold", **NORMED),
+        depth_routing=dict(causal_decision="threshold", **NORMED),
         mlp=families.experts(),
     ),
 }
@@ -167,11 +166,17 @@ def test_exports_pass_the_checks_with_other_transformers(version, tmp_path):
 # ---- runs ----------------------------------------------------------------------------------------
 
 
-def test_a_dense_run_becomes_a_model_of_transformers(imported, folder, tmp_path, load):  # noqa: F811
+def test_a_dense_run_becomes_a_model_of_transformers(
+    imported,  # noqa: F811
+    folder,  # noqa: F811
+    tmp_path,
+    load,
+    monkeypatch,
+):
     """Imported and exported, its arrays are those of the first folder; in bfloat16 shards, too."""
     import torch
 
-    path = tmp_path / "new/llama"
+    path, small = tmp_path / "new/llama", tmp_path / "small"
     assert run("--mode=export", "--workdir", imported, "--to", path) == 0
     theirs = load(path)
     assert type(theirs).__module__.startswith("transformers.models.llama")
@@ -182,11 +187,11 @@ def test_a_dense_run_becomes_a_model_of_transformers(imported, folder, tmp_path,
         np.testing.assert_array_equal(array, expected[: len(array)])  # without unused rows
     assert len({file.stat().st_mode for file in path.iterdir()}) == 1
 
-    options = dict(dtype="bfloat16", shard_size=10_000)
-    hf_export.export_run(config_of_run(imported), imported, tmp_path / "small", **options)
-    shards = [file.stat().st_size for file in tmp_path.glob("small/*.safetensors")]
+    monkeypatch.setattr(hf_export, "SHARD_SIZE", 10_000)
+    assert run("--mode=export", "--workdir", imported, "--to", small, "--dtype=bfloat16") == 0
+    shards = [file.stat().st_size for file in small.glob("*.safetensors")]
     assert len(shards) > 3 and sum(shards) < 0.6 * (path / "model.safetensors").stat().st_size
-    small = load(tmp_path / "small", dtype="auto")
+    small = load(small, dtype="auto")
     for name, array in theirs.state_dict().items():
         assert torch.equal(array.to(torch.bfloat16), small.state_dict()[name]), name
 

@@ -89,8 +89,8 @@ def routed(folder, tmp_path_factory):
         "model.context": 32,
         "model.scan_layers": True,
         "model.vocab_multiple": 16,
-        "model.depth_routing.causal": "threshold",
-        "model.depth_routing.also_train": "('predictor',)",
+        "model.depth_routing.causal_decision": "threshold",
+        "model.depth_routing.extra_decisions": "('predictor',)",
         "model.depth_routing.every": 1,
         "model.depth_routing.slack": 3.0,
     }

@@ -8,9 +8,8 @@ import jax
 import numpy as np
 import pytest
 from families import LENGTH, VOCAB
-from flax import linen as nn
 from formulas import attention, mlp, rms_norm
-from latent_helpers import FEW, LEVELS, MEMORY, MOD, NONE, apply, make
+from latent_helpers import FEW, LEVELS, MOD, apply, make
 from refusals import refused
 
 from efx import models
@@ -36,17 +35,13 @@ def block(x_TD, p, heads, c, keep=None):
 
 def level_blocks(x, p, order, heads, c):
     """x: list of groups [P, D]. p: parameters by name; order: ("local", "global", ...)."""
-    states = {k: p.get(f"memory_{k}", np.zeros((0, x[0].shape[-1]))) for k in ("local", "global")}
     stacks = [name for name in p if name.startswith(("local_", "global_"))]
     stacks.sort(key=lambda name: int(name.split("_")[1]))
     blocks = [(n.split("_")[0], p[n][f"block_{i}"]) for n in stacks for i in range(len(p[n]))]
     assert [kind for kind, _ in blocks] == list(order)
     for kind, q in blocks:
-        rows = x if kind == "local" else [np.concatenate(x)]
-        count = len(states[kind])
-        rows = [block(np.concatenate([states[kind], row]), q, heads, c) for row in rows]
-        states[kind] = rows[0][:count]
-        x = np.concatenate([row[count:] for row in rows]).reshape(len(x), *x[0].shape)
+        rows = [block(row, q, heads, c) for row in (x if kind == "local" else [np.concatenate(x)])]
+        x = np.concatenate(rows).reshape(len(x), *x[0].shape)
     return x
 
 
@@ -80,11 +75,10 @@ def reference(tokens_T, params, model):
             x = [block(g, q["blocks"][f"block_{j}"], heads, c) for g in x]
         x = np.stack(x)[:, -sizes[i] :] + tables[i]
         x = level_blocks(x, p.get("blocks", {}), order_of(c, i, "encoder"), heads, c)
-    memory = params.get("memory", {}).get("memory_global", np.zeros((0, c.width)))
-    y = np.concatenate([memory, *x])
+    y = np.concatenate(x)
     for i in range(c.depth):
         y = block(y, params["layers"][f"block_{i}"], c.attention.num_heads, c)
-    x = y[len(memory) :].reshape(count, sizes[-1], -1)
+    x = y.reshape(count, sizes[-1], -1)
     for i in reversed(range(1, len(sizes))):
         p, heads, skip = params[f"decoder_{i - 1}"], c.heads[i - 1], skips[i - 1]
         early, is_first = sizes[i - 1] - sizes[i], c.skip_joins == "before"
@@ -127,10 +121,10 @@ FORWARD = {
     "transformer": (2, {"compression": "transformer", "compression_blocks": 2,
                         "upsampling": "attention", "positions": "level",
                         "repeat": "in_place", "skip": "lerp", "latents": (5, 2),
-                        "encoder_global": (1, 0), "decoder_local": (0, 1), **MEMORY["both"]}),
+                        "encoder_global": (1, 0), "decoder_local": (0, 1)}),
     "three levels": (3, {"positions": "rope", "tied": False, "encoder_local": (0, 1, 0),
                          "encoder_global": (1, 0, 0), "decoder_global": 0,
-                         "decoder_local": (2, 1, 0), **MEMORY["global"]}),
+                         "decoder_local": (2, 1, 0)}),
     "skip before": (2, {"skip_joins": "before", "positions": "absolute", "latents": (5, 3),
                         "encoder_local": (1, 0), "decoder_global": (0, 1)}),
     "published": (1, {"upsampling": "attention", "upsampling_norm": False,
@@ -139,11 +133,11 @@ FORWARD = {
 SLOW_FORWARD = {
     "window": (1, {"attention.window": 3, "attention.head_dim": 6, "upsampling": "attention",
                    "skip_joins": "before", "skip": "lerp", "encoder_local": 0,
-                   "decoder_local": 2, **MEMORY["both"]}),
+                   "decoder_local": 2}),
     "sequence": (3, {"compression": "transformer", "repeat": "in_place", "positions": "rope",
                      "block_order": "sequence", "encoder_local": (2, 0, 0),
                      "encoder_global": (2, 0, 1), "decoder_local": (0, 0, 2),
-                     "decoder_global": (0, 0, 2), "depth": 2, **MEMORY["local"]}),
+                     "decoder_global": (0, 0, 2), "depth": 2}),
 }  # fmt: skip
 
 
@@ -169,34 +163,6 @@ def test_the_learned_weight_of_skip_connections_is_float32():
     half = run(params)
     params["decoder_0"]["skip"] = np.full(8, 0.5 + 2**-10, np.float32)
     assert np.any(run(params) != half)
-
-
-# ---- causality ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "compression, upsampling, levels, memory, shorter",  # ends after a group or inside one
-    [
-        ("transformer", "attention", 1, "both", 7),
-        ("perceiver", "repeat", 3, "none", 2),
-        pytest.param("perceiver", "attention", 2, "both", 16, marks=pytest.mark.slow),
-        pytest.param("transformer", "repeat", 2, "none", 17, marks=pytest.mark.slow),
-    ],
-)
-def test_causal_in_every_combination(compression, upsampling, levels, memory, shorter):
-    """Row t has other tokens after position t; logits do not depend on the row's length."""
-    changes = {"compression": compression, "upsampling": upsampling, **FEW, **MEMORY[memory]}
-    model = make(changes, levels)
-    params, length = families.random_params(model), 3 * model.config.group_size - 3
-    tokens_T = np.asarray(families.tokens(batch=1, length=length))[0]
-    later_BT = np.arange(length)[None] > np.arange(length)[:, None]
-    others_BT = np.where(later_BT, (tokens_T + 1)[None] % VOCAB, tokens_T[None])
-    logits = apply(model, params, np.concatenate([tokens_T[None], others_BT]))
-    moved_BT = np.abs(logits[1:] - logits[:1]).max(axis=-1)
-    assert moved_BT[~later_BT].max() < 1e-5
-    assert moved_BT[later_BT].min() > 1e-3  # each later logit does depend on these tokens
-    alone = apply(model, params, tokens_T[None, :shorter])
-    np.testing.assert_allclose(alone[0], logits[0, :shorter], atol=1e-5)
 
 
 # ---- documents and positions -------------------------------------------------------------------
@@ -253,24 +219,19 @@ def test_rows_may_be_longer_than_the_context_without_a_table():
     refused(lambda: model.apply(variables, tokens_BT, tokens_BT), "segment_ids_BT")
 
 
+def test_latents_stand_for_the_last_tokens_of_their_group():
+    """Of 21 tokens in groups of 8: in the stack, and in the levels, whose rows are groups."""
+    model, groups = make(), 8 * np.arange(3)[:, None]
+    stack = model.token_indices("layers/block_0", np.arange(6)[None], 21)
+    np.testing.assert_array_equal(stack, [[6, 7, 14, 15, -1, -1]])
+    row = model.token_indices("encoder_0/blocks/global_1/block_0", np.arange(12)[None], 21)
+    local = model.token_indices("encoder_0/blocks/local_0/block_0", np.tile(range(4), (3, 1)), 21)
+    expected = groups + [4, 5, 6, 7]
+    np.testing.assert_array_equal(local, np.where(expected < 21, expected, -1))
+    np.testing.assert_array_equal(row, local.reshape(1, -1))
+
+
 # ---- decoding ----------------------------------------------------------------------------------
-
-
-def test_decoding_rows_of_different_lengths():
-    """Three levels: a padded prefill in calls that end inside groups, then token by token."""
-    size, chunk = 40, 12
-    changes = {"upsampling": "attention", "positions": "rope", "skip": "lerp"}
-    model = make({**changes, **FEW}, levels=3, context=size)
-    variables, tokens_BT = {"params": families.random_params(model)}, families.tokens(0, 3, size)
-    expected_BTV = apply(model, variables["params"], tokens_BT)
-    calls = [(chunk, np.array(new_B)) for new_B in ([12, 4, 1], [5, 0, 0], [6, 0, 12])]
-    calls += [(chunk, np.ones(3, int))] * 10
-    cache, step = models.init_cache(model, 3, size), families.decoder(model, variables, size)
-    logits_BTV, _ = families.read(step, cache, tokens_BT, calls)
-    for b, length in enumerate((33, 14, 23)):
-        assert np.isnan(logits_BTV[b, length:]).all()
-        found_TV, expected_TV = logits_BTV[b, :length], expected_BTV[b, :length]
-        np.testing.assert_allclose(found_TV, expected_TV, atol=1e-4)
 
 
 def test_decoding_does_not_read_the_stack_before_the_first_latent():
@@ -297,11 +258,8 @@ def test_the_cache_keeps_latents_of_finished_groups():
     assert families.cache_bytes(grouped, 1024) < 0.35 * families.cache_bytes(dense, 1024)
 
 
-# ---- settings, costs and noise -------------------------------------------------------------------
+# ---- settings and costs --------------------------------------------------------------------------
 
-
-MASKS = {"kind": "attention", "sites": ("mlp_output",), "attention.num_heads": 4}
-MASKS = {f"dropout.{name}": value for name, value in MASKS.items()}
 REFUSED = [
     ({"latents": (2, 4)}, "config.model.latents=(2, 4)"),
     ({"latents": (8, 4)}, "config.model.group_size=8"),
@@ -314,21 +272,12 @@ REFUSED = [
         {"level_widths": (9, 12)},
         "config.model.level_widths=(9, 12)",
     ),  # an odd head width under rotary positions
-    (
-        {**MASKS, "level_widths": (8, 18), "level_heads": (2, 1)},
-        "config.model.level_widths=(8, 18)",
-    ),
 ]
 
 
 @pytest.mark.parametrize("changes, name", REFUSED)
 def test_settings_that_do_not_fit_are_refused_by_name(changes, name):
     refused(lambda: make(changes), name)
-
-
-@pytest.mark.parametrize("name", ["memory_local", "memory_global"])
-def test_packed_rows_have_no_memory_tokens(name):
-    refused(make({name: 2}).check_packing, f"config.model.{name}=2")
 
 
 def test_measured_flops_follow_the_fraction_of_routed_latents():
@@ -340,32 +289,6 @@ def test_measured_flops_follow_the_fraction_of_routed_latents():
     dense = make({"depth": 3}).ledger(32).nominal
     assert full["mlp"] == dense["mlp"] and full["attention_scores"] == dense["attention_scores"]
     assert none["mlp"] == 0 and none["levels"] == full["levels"] == dense["levels"]
-
-
-def test_embedding_noise_is_uniform_in_training_only():
-    """Within alpha / sqrt(T D)."""
-    plain, model = make(NONE, levels=1), make({**NONE, "embedding_noise": 5.0}, levels=1)
-    params, tokens_BT = families.random_params(model), families.tokens(batch=4)
-
-    def embedded(model, train):
-        states = []
-
-        def record(method, args, kwargs, context):
-            if context.module.name == "encoder_0":
-                states.append(args[0])
-            return method(*args, **kwargs)
-
-        with nn.intercept_methods(record):
-            rngs = {"dropout": jax.random.key(0)}
-            model.apply({"params": params}, tokens_BT, train=train, rngs=rngs)
-        return states[0][:, :LENGTH]
-
-    cases = ((model, True), (model, False), (plain, True))
-    noisy, off, expected = families.jit(lambda: [embedded(*case) for case in cases])()
-    np.testing.assert_array_equal(off, expected)
-    noise, bound = np.asarray(noisy - expected), 5.0 / (LENGTH * 8) ** 0.5
-    assert 0.95 * bound < np.abs(noise).max() <= bound * (1 + 1e-5)
-    assert abs(noise.std() - bound / 3**0.5) < 0.1 * bound
 
 
 def test_only_the_latent_stack_has_recursion_and_experts():

@@ -16,7 +16,9 @@ from efx import models
 from efx.interop import hf_export, new_run
 from efx.routing.config import DepthRoutingConfig
 
-BASE = DepthRoutingConfig(kind="mod", gate="twice_sigmoid", causal="threshold", capacity=0.5)
+BASE = DepthRoutingConfig(
+    kind="mod", gate="twice_sigmoid", causal_decision="threshold", capacity=0.5
+)
 # Values of settings without a list of choices in their type, and the settings that they need.
 VALUES = {
     "recursions": (3,),
@@ -24,7 +26,7 @@ VALUES = {
     "blocks": ((0,), (0, 1)),
     "capacity": ((0.3, 0.7),),
     "capacity_stages": (((0.5, 1.0),),),
-    "also_train": (("aux_loss",), ("predictor",), ("threshold",)),
+    "extra_decisions": (("aux_loss",), ("predictor",), ("threshold",)),
     "predictor_hidden": (3,),
     "threshold_decay": (0.5,),
     "threshold_warmup": (3,),
@@ -34,7 +36,7 @@ VALUES = {
 NEEDS = {
     "recursions": {"kind": "recursion"},
     ("capacity", (0.3, 0.7)): {"blocks": (0, 1)},
-    "predictor_hidden": {"causal": "predictor"},
+    "predictor_hidden": {"causal_decision": "predictor"},
     "threshold_warmup": {"train_selection": "threshold"},
     "score": {"gate": "one"},
 }
@@ -60,7 +62,7 @@ DEFAULT = (
     ("kind", "recursion"),
     ("gate", "tanh"),
     ("score", "stochastic"),
-    ("causal", "predictor"),
+    ("causal_decision", "predictor"),
 )
 
 

@@ -23,7 +23,7 @@ MOD = {
     "model.depth_routing.capacity": 0.5,
     "model.depth_routing.train_selection": "threshold",
     "model.depth_routing.threshold_warmup": 1,
-    "model.depth_routing.causal": "threshold",
+    "model.depth_routing.causal_decision": "threshold",
     "evaluate.calibrate": 1,
     "evaluate.repeated_rows": 8,
     "evaluate.max_batches": 2,

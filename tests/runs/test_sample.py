@@ -19,7 +19,7 @@ MOD = {
     "depth_routing.kind": "mod",
     "depth_routing.capacity": 0.4,
     "depth_routing.slack": 1.0,
-    "depth_routing.causal": "aux_loss",
+    "depth_routing.causal_decision": "aux_loss",
 }
 LETTERS = CharTokenizer("\nabcdefghijklmnopqrstuvwxyz")
 GREEDY, WARM = dict(temperature=0.0), dict(temperature=1.0, top_k=12, top_p=0.9)

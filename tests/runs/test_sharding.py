@@ -118,7 +118,7 @@ def boxed_params(model):
 
 # Together these have every kind of module.
 DISTINCT = {"llama_options", "mod_context", "moe", "soft_options", "averages", "streams_parallel"}
-DISTINCT |= {"adapter_inclusion", "mod_capacity_list", "latent_memory", "dropout_attention"}
+DISTINCT |= {"adapter_inclusion", "mod_capacity_list", "latent_rope", "dropout_attention"}
 
 
 @pytest.mark.parametrize("name", sorted(DISTINCT))

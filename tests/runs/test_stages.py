@@ -165,7 +165,7 @@ def test_a_stage_has_thresholds_of_its_own(text, tmp_path):  # noqa: F811
         "model.depth_routing.capacity_stages": ((0.5, 1.0),),
         "model.depth_routing.train_selection": "threshold",
         "model.depth_routing.threshold_warmup": 2,
-        "model.depth_routing.causal": "threshold",
+        "model.depth_routing.causal_decision": "threshold",
         "optim.learning_rate": 1e-4,
     }
     run(tmp_path / "run", tiny(text, **changes))
@@ -188,7 +188,7 @@ def test_a_checkpoint_is_evaluated_and_sampled_at_the_capacity_of_its_stage(
         "evaluate.every": 1,
         "sample.every": 0,
         "model.depth_routing.train_selection": selection,
-        "model.depth_routing.causal": "threshold",
+        "model.depth_routing.causal_decision": "threshold",
     }
     folder = tmp_path / "run"
     run(folder, tiny(text, **changes))

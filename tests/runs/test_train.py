@@ -33,7 +33,7 @@ TINY = {
     "model.depth": 2,
     "model.depth_routing.kind": "mod",
     "model.depth_routing.capacity": 0.25,
-    "model.depth_routing.causal": "aux_loss",
+    "model.depth_routing.causal_decision": "aux_loss",
     "optim.schedule.decay_steps": 6,  # the same rates, however many steps a run is started for
     "checkpoint.every": 3,
     "evaluate.max_batches": 2,
@@ -82,7 +82,7 @@ def reference(text):
     changes = {
         "train.loss_chunk": 16,
         "model.vocab_multiple": 8,
-        "model.depth_routing.causal": "threshold",
+        "model.depth_routing.causal_decision": "threshold",
         "optim.schedule.warmup_steps": 3,
     }
     config = tiny(text, **changes)
@@ -193,10 +193,9 @@ RESUMED = {
         "model.group_size": 8,
         "model.latents": (2,),
         "model.level_widths": (16,),
-        "model.embedding_noise": 5.0,
         "model.depth_routing.kind": "mod",
         "model.depth_routing.capacity": 0.5,
-        "model.depth_routing.causal": "threshold",
+        "model.depth_routing.causal_decision": "threshold",
         "model.depth_routing.train_selection": "threshold",
         "model.depth_routing.threshold_warmup": 1,
         "model.latent_loss.kind": "cosine",
@@ -208,7 +207,7 @@ RESUMED = {
         "model.positions": "rope",
         "model.depth_routing.kind": "mod",
         "model.depth_routing.capacity": 0.5,
-        "model.depth_routing.causal": "threshold",
+        "model.depth_routing.causal_decision": "threshold",
         "losses.dropout_l1": dict(schedule="exponential", rate=0.1, c_min=0.0, c_max=1.0),
     },
 }

@@ -51,6 +51,7 @@ def test_a_law_is_found_exactly():
     size, _ = scaling.LawFit(means, 0, None).optimum(law, 2e12)
     expected = (0.4 * 60 / (0.5 * 400) * (2e12 / 6) ** 0.5) ** (1 / 0.9)
     np.testing.assert_allclose(size, expected, rtol=2e-3)
+    assert np.isnan(scaling.LawFit(means, 0, None).optimum(law, 1e20)).all()  # far from the sizes
 
 
 def test_a_parabola_is_found_exactly_and_needs_enclosed_minima():
@@ -80,10 +81,10 @@ def test_published_optima_come_out_again(root, name, fit_within):
 
 
 def test_the_interval_and_the_speedup_of_a_known_difference():
-    """MoD reaches the loss of dense with half the FLOPs a token."""
+    """MoD reaches the loss of dense with two thirds of the FLOPs a token."""
     rng = np.random.default_rng(1)
     dense = points_of(LAW, "dense", 0.01, rng=rng)
-    mod = points_of(LAW, "MoD", 0.01, flops_of=lambda n: 3 * n, rng=rng)
+    mod = points_of(LAW, "MoD", 0.01, flops_of=lambda n: 4 * n, rng=rng)
     optima, differences, *_ = analyse(pd.concat([dense, mod]))
     row = differences[(differences.method == "law") & (differences.budget == 1e12)].iloc[0]
     dense_loss, mod_loss = (
@@ -92,7 +93,7 @@ def test_the_interval_and_the_speedup_of_a_known_difference():
     )
     assert row.low < mod_loss - dense_loss < row.high < 0
     speedup = optima[(optima.method == "law") & (optima.family == "MoD")].iloc[0]
-    assert speedup.speedup_flops_low < 2 < speedup.speedup_flops_high
+    assert speedup.speedup_flops_low < 1.5 < speedup.speedup_flops_high < 2
 
 
 def test_the_same_family_twice_is_equivalent():

@@ -26,7 +26,7 @@ def a_pass(name):
     model = families.build(name)
     variables = {"params": families.random_params(model, 0), **families.random_state(model)}
     ids = families.tokens(batch=1, length=T, seed=3)[0]
-    made = token_choices.token_map(model, variables, ids, families.keys())
+    made = token_choices.TokenMapper(model, variables)(ids, families.keys())
     collections = ["stats", batch_means.COLLECTION]
     _, sown = model.apply(variables, ids[None], rngs=families.keys(), mutable=collections)
     return made, by_layer(jax.device_get(sown["stats"]), model)

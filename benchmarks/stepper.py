@@ -34,7 +34,7 @@ class Stepper:
         self._batch = self._put_batch(random_tokens(config, vocab_size))
         self._teacher = experiment.teacher and setup.read_teacher(experiment)[1]
         with sharding.use(*self._mesh_and_rules):
-            self._step, _ = self._training.compile_step(self.model)
+            self._step = self._training.compile_step(self.model)
         needs = self._step.memory_analysis()
         self.memory = needs.argument_size_in_bytes + needs.temp_size_in_bytes
 

@@ -33,7 +33,7 @@ class CacheView:
 
 
 @struct.dataclass
-class Call:
+class TokenContext:
     """The input of every layer besides activations. Routing gathers it with the tokens.
 
     Attributes:
@@ -48,8 +48,8 @@ class Call:
       token_places_BT: `scores.token_places` for a score that reads the ids of tokens, or None.
       routing_key: key of random scores, or None.
       cache: a `CacheView` while decoding, else None.
-      encoder: (states [B, S, D], their `Call`) for cross-attention, or None. Routing does not
-        gather it: routed tokens attend to all encoder states.
+      encoder: (states [B, S, D], their `TokenContext`) for cross-attention, or None. Routing does
+        not gather it: routed tokens attend to all encoder states.
       has_gaps: positions are not consecutive, as those of routed tokens.
       train: dropout is on.
       selection: how routed blocks select tokens. "train": as configured for training (top-k looks
@@ -86,50 +86,50 @@ class Call:
         return self.selection in ("train", "topk")
 
     def for_rows(self, batch):
-        """The `Call` with positions [batch, T], so that they can be gathered by row."""
+        """The `TokenContext` with positions [batch, T], so that they can be gathered by row."""
         positions = jnp.broadcast_to(self.positions_BT, (batch, self.positions_BT.shape[1]))
         return self.replace(positions_BT=positions)
 
     def with_cache(self, **changes):
-        """The `Call` with these changes of its `CacheView`, if it has one."""
+        """The `TokenContext` with these changes of its `CacheView`, if it has one."""
         return self.replace(cache=self.cache.replace(**changes)) if self.decode else self
 
-    def real(self, batch):
+    def valid_mask(self, batch):
         """bool [B, T]: the tokens that are neither padding nor unused slots of a routed block."""
-        real_BT = jnp.broadcast_to(self.positions_BT >= 0, (batch, self.positions_BT.shape[1]))
-        return real_BT if self.segment_ids_BT is None else real_BT & (self.segment_ids_BT > 0)
+        valid_BT = jnp.broadcast_to(self.positions_BT >= 0, (batch, self.positions_BT.shape[1]))
+        return valid_BT if self.segment_ids_BT is None else valid_BT & (self.segment_ids_BT > 0)
 
-    def take(self, index_BC):
-        """The `Call` of the tokens at these positions [B, C] of every row (see `selection`).
+    def gather(self, index_BC):
+        """The `TokenContext` of the tokens at these positions [B, C] of every row, see `selection`.
 
         Tokens keep their positions (-1 in unused slots) and documents. Layers inside a routed
         block may select all of them.
         """
 
-        def gathered(x_BT, fill=0):
-            return None if x_BT is None else selection.take(x_BT, index_BC, fill)
+        def gather(x_BT, fill=0):
+            return None if x_BT is None else selection.gather(x_BT, index_BC, fill)
 
         return self.replace(
-            positions_BT=gathered(self.positions_BT, fill=-1),
-            segment_ids_BT=gathered(self.segment_ids_BT),
-            count_BT=gathered(self.count_BT),
-            mask_input_BTD=gathered(self.mask_input_BTD),
+            positions_BT=gather(self.positions_BT, fill=-1),
+            segment_ids_BT=gather(self.segment_ids_BT),
+            count_BT=gather(self.count_BT),
+            mask_input_BTD=gather(self.mask_input_BTD),
             selectable_BT=None,
             token_places_BT=None,
             has_gaps=True,
         )
 
-    def take_rows(self, index_C):
-        """The `Call` of these rows of one new token each (decoding)."""
+    def gather_rows(self, index_C):
+        """The `TokenContext` of these rows of one new token each (decoding)."""
 
-        def gathered(x_B1, fill=0):
+        def gather(x_B1, fill=0):
             if x_B1 is None:
                 return None
-            x_1C = selection.take(jnp.swapaxes(x_B1, 0, 1), index_C[None], fill)
+            x_1C = selection.gather(jnp.swapaxes(x_B1, 0, 1), index_C[None], fill)
             return jnp.swapaxes(x_1C, 0, 1)
 
         return self.replace(
-            positions_BT=gathered(self.positions_BT, fill=-1),
-            count_BT=gathered(self.count_BT),
-            mask_input_BTD=gathered(self.mask_input_BTD),
+            positions_BT=gather(self.positions_BT, fill=-1),
+            count_BT=gather(self.count_BT),
+            mask_input_BTD=gather(self.mask_input_BTD),
         ).with_cache(rows_B=index_C)
