@@ -108,14 +108,17 @@ def tokenising(cache, arguments):
 
 
 PEAK = """
-import resource, sys
+import sys
 import efx.data
 from efx.config.run import DataConfig
 source, tokenizer, cache = sys.argv[1:]
 efx.data.load(DataConfig(source="stdlib", max_bytes=10**5, cache_dir=cache), seed=0)
-begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak():  # of this process; ru_maxrss counts its parent, too
+    (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+    return int(line.split()[1]) / 1024
+begin = peak()
 data = efx.data.load(DataConfig(source=source, tokenizer=tokenizer, cache_dir=cache), seed=0)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begin) / 1024)
+print(peak() - begin)
 """
 
 
@@ -187,7 +190,7 @@ def main(argv=None):
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=1.0, help="for each rate")
     parser.add_argument("--step-width", type=int, default=256)
-    parser.add_argument("--text", type=int, default=300, help="MB of the text for memory")
+    parser.add_argument("--text", type=int, default=100, help="MB of the text for memory")
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:

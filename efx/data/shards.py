@@ -464,16 +464,18 @@ class TokenShards:
     def is_evaluation(self):
         """bool[n]: whether a row is in a shard for evaluation."""
         ends = np.cumsum([shard.count for shard in self._shards])
-        number = np.searchsorted(ends, self._first(), side="right").clip(max=len(ends) - 1)
+        number = np.searchsorted(ends, self._first, side="right").clip(max=len(ends) - 1)
         return np.array([shard.split == "eval" for shard in self._shards])[number]
 
+    @functools.cached_property
     def _first(self):
         """int64[n]: the first token of each row."""
         return np.cumsum(self.rows["stored"]) - self.rows["stored"]
 
-    def ids(self, row):
-        """int32[n]: the ids of a row, with its end-of-document id."""
-        return self.stream.windows([self._first()[row]], int(self.rows["stored"][row]))[0]
+    def ids(self, row, count=None):
+        """int32[n]: the first `count` ids of a row; None: all, with its end-of-document id."""
+        count = int(self.rows["stored"][row]) if count is None else count
+        return self.stream.windows([self._first[row]], count)[0]
 
     def count_in_ids(self):
         """Let "bytes" and "characters" of rows be the numbers of their ids."""
@@ -500,6 +502,7 @@ class TokenShards:
                 half["flags"] |= ENDS | NO_TEXT
             pair["tokens"][1] -= self.rows["stored"][row] - self.rows["tokens"][row]
             self.rows = np.concatenate([self.rows[:row], pair, self.rows[row + 1 :]])
+            del self._first  # computed anew
 
     def check_ids(self, tokenizer, tokenizer_name):
         """Raise UsageError for an id outside of the vocabulary of `tokenizer`."""
@@ -526,7 +529,7 @@ class TokenShards:
         chosen = np.flatnonzero(is_selected & (rows["tokens"] > 0))
         if not len(chosen):
             return TokenSplit(self.name, Stream([]))
-        first, breaks = self._first(), np.flatnonzero(np.diff(chosen) != 1) + 1
+        first, breaks = self._first, np.flatnonzero(np.diff(chosen) != 1) + 1
         arrays = []
         for run in np.split(chosen, breaks):
             last = rows[run[-1]]

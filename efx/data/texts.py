@@ -161,7 +161,7 @@ class Texts:
 
     def __init__(self, c, splits=SPLITS, text_record=None, is_recorded_text=True):
         self._c, self._root, self._recorded = c, cache_root(c.cache_dir), text_record
-        self._is_recorded_text, self._single_documents = is_recorded_text, None
+        self._is_recorded_text = is_recorded_text
         self.parts, self.sets = {}, {}
         if splits:
             self.sets = {
@@ -180,6 +180,7 @@ class Texts:
         if text_record and is_recorded_text:
             self._refuse_changes()
         self._refuse_incomparable()
+        self._copies = self._find_copies()
         for name in self.parts:
             self._open_split(name)
         self.subset = held_out.Subset.load(c.subset) if self.parts and c.subset else None
@@ -230,7 +231,7 @@ class Texts:
         before it is prepared; cut its documents where held-out text begins and ends."""
         c, part, record = self._c, self.parts[name], self.record["train"][name]
         recorded = self._recorded and self._recorded["train"].get(name)
-        cuts = set(itertools.chain.from_iterable(self._copies(part)))
+        cuts = set(itertools.chain.from_iterable(self._copies[name]))
         record |= {"held_out": None, "split_made_for": None}
         if not c.eval_source:
             record["split_made_for"] = part.identity
@@ -276,7 +277,7 @@ class Texts:
                 others = self.parts[other].rows(), decision, is_held_out
                 found.append(held_out.held_out_digests(*others))
             is_copy = held_out.copies(rows, np.concatenate(found)) & ~heldout[name]
-            for start, stop in self._copies(part):
+            for start, stop in self._copies[name]:
                 is_copy |= held_out.is_between(rows, start, stop)
             if is_copy.any():
                 log.info(
@@ -289,31 +290,33 @@ class Texts:
             sides[name] = is_trained, heldout[name]
         return sides
 
-    def _copies(self, part):
-        """Where sets of a single document occur in documents of a part: list of (first and
-        last-plus-one byte)."""
-        if self._single_documents is None:
-            found = [held_out.single_document(t.source) for t in self.sets.values() if t.source]
-            self._single_documents = list(filter(None, found))
-        texts = self._single_documents
-        if not texts or not part.source:
-            return ()
+    def _find_copies(self):
+        """{part: list of (first and last-plus-one byte)}: where sets of a single document occur in
+        documents of a part."""
+        found = [held_out.single_document(t.source) for t in self.sets.values() if t.source]
+        texts, copies = list(filter(None, found)), {}
         digests = [sources.document_digest(text).hex() for text in texts]
-        return remember(
-            self._root,
-            content_key("copies", part.identity, digests),
-            lambda: held_out.find_copies(part.source.documents(), texts),
-        )
+        for name, part in self.parts.items():
+            copies[name] = ()
+            if texts and part.source:
+                documents = part.source.documents
+                copies[name] = remember(
+                    self._root,
+                    content_key("copies", part.identity, digests),
+                    lambda documents=documents: held_out.find_copies(documents(), texts),
+                )
+        return copies
 
     def _cut_held_out_documents(self, part):
         """V16 array: digests of documents that begin as one of a set and that max_bytes cut."""
         documents, found = held_out.Documents(part.rows()), np.empty(0, "V16")
         for row in np.flatnonzero(part.rows()["flags"] & CUT) if part.shards else ():
             # The last tokens may differ, as another word follows them.
-            ids = part.shards.ids(row)[:-8]
+            ids = part.shards.ids(row)
+            ids = ids[: max(1, len(ids) - 8)]
             for text in self.sets.values():
                 for other in np.flatnonzero(text.rows()["tokens"] > len(ids)).tolist():
-                    if np.array_equal(text.shards.ids(other)[: len(ids)], ids):
+                    if np.array_equal(text.shards.ids(other, len(ids)), ids):
                         found = np.append(found, documents.digests[documents.row[row]])
         return found
 
