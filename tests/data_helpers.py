@@ -100,7 +100,7 @@ def split_documents(texts, method, eval_fraction, decision=None):
         decision = held_out.choose_tail(*arguments)
     elif not decision:
         decision = held_out.choose_documents("documents", rows_of(texts), eval_fraction)
-    part = sources.Part(lambda: (sources.Document("", text) for text in texts), None)
+    part = sources.Part(lambda: (sources.Document("", text) for text in texts), 0)
     source = sources.Source("documents", "", str, [part]).cut_at({*decision.get("tail", ())})
     texts = [document.data for document in source.documents()]
     rows = np.array([shards.text_row(d.data, d.ends) for d in source.documents()], shards.ROW)

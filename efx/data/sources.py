@@ -95,11 +95,11 @@ class Part:
 
     Attributes:
       documents: function that returns an iterator over the Documents.
-      size: their bytes, roughly; None if unknown.
+      size: their bytes, roughly.
     """
 
     documents: Callable
-    size: int | None
+    size: int
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,7 @@ class Source:
                 yield replace(document, data=data, ends=document.ends or end in offsets)
                 begin = end
 
-        sizes = [part.size for part in self.parts]
-        part = Part(documents, None if None in sizes else sum(sizes))
+        part = Part(documents, sum(part.size for part in self.parts))
         return Source(
             self.name,
             content_key(self.identity, edges),
@@ -199,24 +198,15 @@ def open_source(spec, setting, config_data, root, max_bytes=0):
     skipped = {"pydoc_data"} if "pydoc" in named else set()
     identities, parts = [], []
     for component in components:
-        identity, readers = _readers(name, component, c.text_key, max_bytes, root, skipped)
+        identity, files = _files(name, component, c.text_key, max_bytes, root, skipped)
         identities.append(identity)
         label = component if len(components) > 1 else ""
-        if max_bytes:  # of all files together
-            size = (
-                None
-                if None in (s for s, _ in readers)
-                else min(max_bytes, sum(s for s, _ in readers))
+        for group in [files] if max_bytes else _grouped(files):
+            arguments = name, group, max_bytes, c.document_bytes, label
+            size = sum(size for size, _ in group)
+            parts.append(
+                Part(functools.partial(_documents, *arguments), min(size, max_bytes or size))
             )
-            reads = [read for _, read in readers]
-            readers = [
-                (size, lambda reads=reads: itertools.chain.from_iterable(r() for r in reads))
-            ]
-        for size, read in readers:
-            documents = functools.partial(
-                _documents, name, read, max_bytes, c.document_bytes, label
-            )
-            parts.append(Part(documents, size))
 
     def identity():
         with readable(name):
@@ -226,68 +216,54 @@ def open_source(spec, setting, config_data, root, max_bytes=0):
     return Source(name, identity(), identity, parts)
 
 
-def _readers(name, spec, text_key, max_bytes, root, skipped):
-    """(function that returns a hash, [(size, function that yields (name, blocks of bytes) of each
-    document)]) of a source."""
+def _files(name, spec, text_key, max_bytes, root, skipped):
+    """(function that returns a hash, [(bytes of a file's text, roughly, function that yields (name,
+    blocks of bytes) of each document in it)]) of a source."""
     kind, argument = parse(spec)
     if kind == "pydoc":
         topics = _language_reference(name)
         texts = [(f"topic {topic}", [text.encode()]) for topic, text in topics]
-        size = sum(len(block) for _, (block,) in texts)
-        return lambda: content_key("pydoc", topics), [(size, lambda: iter(texts))]
+        size = sum(len(text) for _, text in topics)
+        return lambda: content_key("pydoc", topics), [(size, lambda: texts)]
     if kind in ("jsonl", "parquet", "hf") and not text_key:
         raise UsageError(
             f"{name}: config.data.text_key is empty; set it to the key of the text in each "
             "row, e.g. config.data.text_key=text"
         )
     if kind == "hf":
-        paths, text_key, kind = (
-            [rows.fetch(name, argument, text_key, max_bytes, root)],
-            "text",
-            "jsonl",
-        )
+        paths = [rows.fetch(name, argument, text_key, max_bytes, root)]
+        kind, text_key = "jsonl", "text"
     elif kind == "stdlib":
         paths = _stdlib_files(name, skipped)
     else:
         paths = _distinct_files(name, find_files(name, argument, root), root)
-    read_file = {
-        "text": functools.partial(_read_text, name),
+    read = {
+        "text": lambda path: _read_text(name, path),
         "stdlib": _read_python,
-        "arrayrecord": functools.partial(rows.read_array_records, name, text_key=text_key),
-        "jsonl": functools.partial(rows.read_json_lines, name, text_key=text_key),
-        "parquet": functools.partial(rows.read_parquet, name, text_key=text_key),
+        "arrayrecord": lambda path: rows.read_array_records(name, path, text_key),
+        "jsonl": lambda path: rows.read_json_lines(name, path, text_key),
+        "parquet": lambda path: rows.read_parquet(name, path, text_key),
     }[kind]
     with readable(name):
-        sizes = [rows.size_of_text(name, kind, path, text_key) for path in paths]
-    return (
-        lambda: content_key(kind, text_key, file_digests(root, paths)),
-        [
-            (
-                None if None in group_sizes else sum(group_sizes),
-                functools.partial(_read_files, read_file, group),
-            )
-            for group, group_sizes in _grouped(paths, sizes)
-        ],
-    )
+        files = [(rows.size_of_text(path), functools.partial(read, path)) for path in paths]
+    return lambda: content_key(kind, text_key, file_digests(root, paths)), files
 
 
-def _grouped(paths, sizes):
-    """Yield consecutive (paths, sizes) of files that have some `_PART_BYTES` together."""
-    start, total = 0, 0
-    for stop, path in enumerate(paths, 1):
-        total += os.path.getsize(path)
-        if total >= _PART_BYTES or stop == len(paths):
-            yield paths[start:stop], sizes[start:stop]
-            start, total = stop, 0
+def _grouped(files):
+    """Yield lists of consecutive (size, file) that have some `_PART_BYTES` together."""
+    group, total = [], 0
+    for file in files:
+        group.append(file)
+        total += file[0]
+        if total >= _PART_BYTES:
+            yield group
+            group, total = [], 0
+    if group:
+        yield group
 
 
-def _read_files(read_file, paths):
-    for path in paths:
-        yield from read_file(path)
-
-
-def _documents(name, read, max_bytes, document_bytes, component):
-    """Yield the Documents of (name, blocks of bytes) pairs.
+def _documents(name, files, max_bytes, document_bytes, component):
+    """Yield the Documents of `_files`.
 
     Args:
       max_bytes: limit of all documents together; 0: none.
@@ -305,7 +281,7 @@ def _documents(name, read, max_bytes, document_bytes, component):
         return newline + 1 or len(trim_partial_utf8(piece))
 
     with readable(name):
-        for document_name, blocks in read():
+        for document_name, blocks in itertools.chain.from_iterable(read() for _, read in files):
             rest, offset, is_cut = b"", 0, False
             for block in _without_mark(blocks):
                 is_cut = len(block) > remaining

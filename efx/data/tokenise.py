@@ -37,8 +37,7 @@ class Progress:
     """
 
     def __init__(self, verb, parts):
-        sizes = [part.size for part in parts]
-        self._verb, self._total = verb, None if None in sizes else sum(sizes)
+        self._verb, self._total = verb, sum(part.size for part in parts)
         self._start = self._logged = time.monotonic()
         self._done = 0
 
@@ -50,11 +49,11 @@ class Progress:
             return
         self._logged = now
         rate = self._done / (now - self._start)
-        line = f"{self._verb}: {self._done / 1e6:.0f} MB"
-        if self._total:
-            left = max(0, self._total - self._done) / rate
-            line += f" of {self._total / 1e6:.0f} MB, {left:.0f} s left"
-        log.info("%s, %.2g MB/s", line, rate / 1e6)
+        left = max(0, self._total - self._done) / rate
+        log.info(
+            "%s: %.0f of some %.0f MB, %.2g MB/s, %.0f s left",
+            self._verb, self._done / 1e6, self._total / 1e6, rate / 1e6, left,
+        )  # fmt: skip
 
 
 # ---- tokens --------------------------------------------------------------------------------------
