@@ -169,8 +169,10 @@ def make_tokenizer(spec, sources, training_text, key, root):
     def build(folder):
         log.info("training the tokenizer %s", spec)
         if kind == "chars":
-            texts = itertools.chain.from_iterable(source.documents() for source in sources)
-            tokenizer = tokenizers.CharTokenizer(set().union(*(set(_decoded(d)) for d in texts)))
+            characters = set()
+            for document in itertools.chain.from_iterable(s.documents() for s in sources):
+                characters.update(_decoded(document))
+            tokenizer = tokenizers.CharTokenizer(characters)
         else:
             tokenizer = bpe.train_bpe(map(_decoded, training_text()), size)
         tokenizer.save(folder / "tokenizer.json")
