@@ -122,6 +122,14 @@ class Source:
         """Iterator over all Documents."""
         return itertools.chain.from_iterable(part.documents() for part in self.parts)
 
+    def check_unchanged(self):
+        """UsageError if the text is no longer the one that was opened."""
+        if self.current_identity() != self.identity:
+            raise UsageError(
+                f"{self.name} changed while it was read; rerun the command when it no longer "
+                "changes"
+            )
+
     def cut_at(self, offsets):
         """The source as one part, whose documents end at some bytes of the text, too.
 

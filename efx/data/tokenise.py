@@ -85,12 +85,11 @@ def prepare(source, tokenizer, root, shard=(1, 1)):
         progress = Progress(f"tokenising {source.name}", [part for _, part in parts])
         for number, part in parts:
             _prepare_part(folder, number, part, tokenizer, progress)
-        if source.current_identity() != source.identity:
+        try:
+            source.check_unchanged()
+        except UsageError:
             shutil.rmtree(folder)
-            raise UsageError(
-                f"{source.name} changed while it was read; rerun the command when it no longer "
-                "changes"
-            )
+            raise
         states = [_read_state(folder, number) for number in range(len(source.parts))]
         if not all(state["finished"] for state in states):
             return None
@@ -175,6 +174,8 @@ def make_tokenizer(spec, sources, training_text, key, root):
             tokenizer = tokenizers.CharTokenizer(characters)
         else:
             tokenizer = bpe.train_bpe(map(_decoded, training_text()), size)
+        for source in sources:
+            source.check_unchanged()
         tokenizer.save(folder / "tokenizer.json")
 
     key = content_key(kind, _TOKENIZER_VERSION, size, key)
@@ -194,6 +195,7 @@ def rows_of(source):
     for document in source.documents():
         found.append(text_row(document.data, document.ends, document.is_cut).tobytes())
         progress.add(len(document.data))
+    source.check_unchanged()
     if not found:
         raise UsageError(f"{source.name}: there is no text; use files that are not empty")
     return np.frombuffer(b"".join(found), ROW)

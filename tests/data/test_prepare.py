@@ -19,6 +19,7 @@ from data_helpers import (
     write_folder,
     write_letters,
 )
+from test_bytes import sentence_pieces
 
 from efx import io
 from efx.config.run import DataConfig
@@ -251,6 +252,18 @@ def test_text_that_changes_while_it_is_prepared_leaves_nothing(tmp_path, monkeyp
     assert cache_entries(tmp_path) == []
     letters.write_text(letters.read_text().lower())
     assert open_data(config).train_tokens == 300
+    decoded = tokenise._decoded
+
+    def decode_and_change(document):
+        letters.write_text(letters.read_text().upper())
+        return decoded(document)
+
+    config.tokenizer = "chars"
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenise, "_decoded", decode_and_change)
+        refuse_data(config, config.source)
+    letters.write_text(letters.read_text().lower())
+    assert open_data(config).tokenizer.characters.islower()
 
 
 def test_shards_of_prepared_text_are_read_by_tokens(tmp_path):
@@ -278,3 +291,19 @@ def test_a_held_out_document_is_found_across_pieces_of_a_longer_one(tmp_path, mo
         data = open_data(config)
         assert text_of(data, "train") == text[:begin] + text[end:]
         assert len(data.documents("train")) == (2 if begin and end < len(text) else 1)
+
+
+def test_a_template_begins_documents_and_not_their_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "PIECE_BYTES", 50)
+    tokenizer = load_tokenizer(sentence_pieces(tmp_path))
+    (start,) = tokenizer.start
+    for name, text in (("a", "fox"), ("b", "quick brown fox " * 20), ("c", "dog " * 30)):
+        (tmp_path / f"{name}.txt").write_text(text)
+    config = make_config(f"text:{tmp_path}/*.txt", tmp_path, split="documents", seq_len=1)
+    config.tokenizer = str(tmp_path / "made/tokenizer.json")
+    data = open_data(config)
+    for split in ("train", "eval"):
+        for begin, end in data.documents(split):
+            assert (data.tokens(split, begin, end) == start).tolist() == [True] + [False] * (
+                end - begin - 1
+            )
