@@ -41,7 +41,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # among them are left out.
 QUICK = {
     "test_batches", "test_selection",
-     "test_changed_text", "test_decisions", "test_losses", "test_means", "test_optim",
+    "test_changed_text", "test_decisions", "test_losses", "test_means", "test_optim",
     "test_routing", "test_run_dir", "test_settings",
 }  # fmt: skip
 QUICK_PROPERTIES = {
