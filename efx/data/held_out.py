@@ -165,14 +165,23 @@ def held_out_rows(name, rows, decision, is_evaluation):
 def held_out_digests(rows, decision, is_held_out):
     """V16 array: digests of the documents of which at least a part is held out."""
     documents = Documents(rows)
-    first = np.frombuffer(bytes.fromhex((decision or {}).get("first", "")), "V16")
-    return np.concatenate([documents.digests[documents.row[is_held_out]], first])
+    return np.concatenate([documents.digests[documents.row[is_held_out]], _first(decision)])
 
 
-def copies(rows, digests):
-    """bool[n]: the rows of documents with one of the V16 `digests`."""
+def _first(decision):
+    """V16[1]: digest of the document in which the tail begins; V16[0] if there is none."""
+    return np.frombuffer(bytes.fromhex((decision or {}).get("first", "")), "V16")
+
+
+def copies(rows, digests, decision=None):
+    """bool[n]: the rows of documents with one of the V16 `digests`; before the tail also those of
+    the document in which it begins."""
     documents = Documents(rows)
-    return np.isin(documents.digests, digests)[documents.row]
+    is_copy = np.isin(documents.digests, digests)
+    if np.isin(_first(decision), digests).any():
+        ends = np.cumsum(rows["bytes"])
+        is_copy[documents.row[np.searchsorted(ends, decision["tail"][0])]] = True
+    return is_copy[documents.row]
 
 
 def _refuse_changed(name, problem):
@@ -205,31 +214,20 @@ def find_copies(documents, texts):
     Returns:
       List of [first and last-plus-one byte], counted from the first byte of the first document.
     """
-    found, stop, rest, begin = [], 0, b"", 0
+    ranges, stop, overlap, begin = [], 0, b"", 0
     longest = max(map(len, texts))
     for document in documents:
-        data = rest + document.data
+        data = overlap + document.data
         for text in texts:
-            place = data.find(text)
-            while place >= 0:
-                found.append([begin + place, begin + place + len(text)])
-                place = data.find(text, place + len(text))
+            index = data.find(text)
+            while index >= 0:
+                ranges.append([begin + index, begin + index + len(text)])
+                index = data.find(text, index + len(text))
         stop += len(document.data)
         # A text may begin in this piece and end in the next one, but not in another document.
-        rest = b"" if document.ends else data[-(longest - 1) :]
-        begin = stop - len(rest)
-    return _merged(found)
-
-
-def _merged(ranges):
-    """Ranges in order, those that overlap as one."""
-    merged = []
-    for start, stop in sorted(ranges):
-        if merged and start < merged[-1][1]:
-            merged[-1][1] = max(stop, merged[-1][1])
-        else:
-            merged.append([start, stop])
-    return merged
+        overlap = b"" if document.ends else data[-(longest - 1) :]
+        begin = stop - len(overlap)
+    return ranges
 
 
 # ---- a list of training documents ----------------------------------------------------------------
@@ -283,8 +281,8 @@ class Subset:
         """
         documents = Documents(rows)
         listed = np.frombuffer(bytes.fromhex("".join(sorted(self.digests))), "V16")
-        found = np.unique(documents.digests[documents.row[is_trained]])
-        if missing := len(listed) - int(np.isin(listed, found).sum()):
+        trained = np.unique(documents.digests[documents.row[is_trained]])
+        if missing := len(listed) - int(np.isin(listed, trained).sum()):
             raise UsageError(
                 f"config.data.subset: {missing} of its {len(self.digests)} documents are "
                 "not training documents here; use the config.data settings of its clustering, "

@@ -126,14 +126,14 @@ class Mixture:
         blocks = (indices - self._starts[stages]) // _BLOCK
         for stage, block in set(zip(stages.tolist(), blocks.tolist(), strict=True)):
             at = (stages == stage) & (blocks == block)
-            places = indices[at] - self._starts[stage] - block * _BLOCK
+            positions = indices[at] - self._starts[stage] - block * _BLOCK
             parts = self._parts_of_block(stage, block)
             earlier = np.empty(_BLOCK, np.int64)  # rows of the same part before each row
             for each, size in enumerate(self._counts[stage]):
                 earlier[parts == each] = np.arange(size)
-            part[at] = parts[places]
+            part[at] = parts[positions]
             number[at] = (self._before[stage] + block * self._counts[stage])[part[at]]
-            number[at] += earlier[places]
+            number[at] += earlier[positions]
         return part, number
 
 

@@ -431,14 +431,14 @@ class TokenShards:
 
     def _read_rows(self):
         """The rows of all shards."""
-        found = []
+        parts = []
         for shard in self._shards:
             with readable(self.name):
                 rows = np.fromfile(shard.path.with_suffix(".rows"), ROW)
             if rows["stored"].sum() != shard.count:
                 raise UsageError(f"{self.name}: {shard.path} has other tokens than its .rows")
-            found.append(rows)
-        return np.concatenate(found)
+            parts.append(rows)
+        return np.concatenate(parts)
 
     def _rows_of_shards(self):
         rows = np.zeros(len(self._shards), ROW)
@@ -486,16 +486,16 @@ class TokenShards:
         """Cut rows in two, after `count_in_ids`.
 
         Args:
-          offsets: set of places in all ids.
+          offsets: set of positions in all ids.
         """
         for offset in sorted(offsets):
             ends = np.cumsum(self.rows["stored"])
             row = int(np.searchsorted(ends, offset))
             if row == len(ends) or ends[row] == offset:
                 continue
-            ids, rest = self.ids(row), int(ends[row]) - offset
+            ids, after = self.ids(row), int(ends[row]) - offset
             pair = np.repeat(self.rows[row], 2)
-            for half, part in zip(pair, (ids[:-rest], ids[-rest:]), strict=True):
+            for half, part in zip(pair, (ids[:-after], ids[-after:]), strict=True):
                 for key in ("stored", "bytes", "characters", "tokens"):
                     half[key] = len(part)
                 half["digest"] = np.void(document_digest(part))
@@ -537,11 +537,11 @@ class TokenShards:
             arrays += self.stream.cut(int(first[run[0]]), int(first[run[-1]] + length))
         if not self._meta:
             return TokenSplit(self.name, Stream(arrays))
-        found = rows[chosen]
-        begins = np.cumsum(found["stored"]) - found["stored"]
-        spans = np.stack([begins, begins + found["tokens"]], 1)
-        flags = np.bitwise_or.reduce(found["flags"])
+        selected = rows[chosen]
+        begins = np.cumsum(selected["stored"]) - selected["stored"]
+        spans = np.stack([begins, begins + selected["tokens"]], 1)
+        flags = np.bitwise_or.reduce(selected["flags"])
         lost = next(filter(None, (shard.get("lost") for shard in self._meta["shards"])), "")
         loss = None if flags & NO_TEXT else lost if flags & LOST else ""
-        is_first = np.append(True, found["flags"][:-1] & ENDS > 0)
+        is_first = np.append(True, selected["flags"][:-1] & ENDS > 0)
         return TokenSplit(self.name, Stream(arrays), spans, is_first, loss)

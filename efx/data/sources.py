@@ -218,8 +218,8 @@ def open_source(spec, setting, config_data, root, max_bytes=0):
 
     def identity():
         with readable(name):
-            found = [each() for each in identities]
-        return content_key(_FORMAT, found, max_bytes, c.document_bytes)
+            hashes = [each() for each in identities]
+        return content_key(_FORMAT, hashes, max_bytes, c.document_bytes)
 
     return Source(name, identity(), identity, parts)
 
@@ -290,27 +290,27 @@ def _documents(name, files, max_bytes, document_bytes, component):
 
     with readable(name):
         for document_name, blocks in itertools.chain.from_iterable(read() for _, read in files):
-            rest, offset, is_cut = b"", 0, False
+            buffer, offset, is_cut = b"", 0, False
             for block in _without_mark(blocks):
                 is_cut = len(block) > remaining
-                rest, start = rest + block[:remaining], 0
+                buffer, start = buffer + block[:remaining], 0
                 remaining -= min(len(block), remaining)
                 if is_cut:
-                    rest = trim_partial_utf8(rest)
-                while len(rest) - start > size:
-                    stop = start + length(rest, start)
+                    buffer = trim_partial_utf8(buffer)
+                while len(buffer) - start > size:
+                    stop = start + length(buffer, start)
                     yield Document(
-                        _piece_name(document_name, offset), rest[start:stop],
+                        _piece_name(document_name, offset), buffer[start:stop],
                         bool(document_bytes), False, component,
                     )  # fmt: skip
                     start, offset = stop, offset + stop - start
-                rest = rest[start:]
+                buffer = buffer[start:]
                 if is_cut:
                     break
             if is_cut and document_bytes:
-                rest = rest[: length(rest, 0)]
-            if rest:
-                yield Document(_piece_name(document_name, offset), rest, True, is_cut, component)
+                buffer = buffer[: length(buffer, 0)]
+            if buffer:
+                yield Document(_piece_name(document_name, offset), buffer, True, is_cut, component)
             if remaining <= 0:
                 return
 
@@ -416,10 +416,10 @@ def find_files(name, argument, root):
         return fetch_files(name, argument, root)
     path = os.path.expanduser(argument)
     if os.path.isdir(path):
-        found = _files_below(path)
+        paths = _files_below(path)
     else:
-        found = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
-    files = [file for file in found if os.path.isfile(file)]
+        paths = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
+    files = [file for file in paths if os.path.isfile(file)]
     if not files:
         raise UsageError(f"{name}: no such file, or no file in this folder or of this pattern")
     return files

@@ -268,15 +268,19 @@ class Texts:
         """{part: (rows to train on, held-out rows)}, two bool[n]."""
         heldout = {name: self._held_out_rows(name) for name in self.parts}
         sets = [held_out.Documents(text.rows()).digests for text in self.sets.values()]
-        sides = {}
+        of_parts, sides = {}, {}
+        for name, part in self.parts.items():
+            decision = self.record["train"][name]["held_out"]
+            digests = held_out.held_out_digests(part.rows(), decision, heldout[name])
+            of_parts[name] = digests
         for name, part in self.parts.items():
             rows = part.rows()
-            found = [*sets, self._cut_held_out_documents(part)]
-            for other, is_held_out in heldout.items():
-                decision = self.record["train"][other]["held_out"]
-                others = self.parts[other].rows(), decision, is_held_out
-                found.append(held_out.held_out_digests(*others))
-            is_copy = held_out.copies(rows, np.concatenate(found)) & ~heldout[name]
+            decision = self.record["train"][name]["held_out"]
+            others = [digests for other, digests in of_parts.items() if other != name]
+            withheld = np.concatenate([*sets, *others, self._cut_held_out_documents(part)])
+            is_copy = held_out.copies(rows, withheld, decision)
+            is_copy |= held_out.copies(rows, of_parts[name])
+            is_copy &= ~heldout[name]
             for start, stop in self._copies[name]:
                 is_copy |= held_out.is_between(rows, start, stop)
             if is_copy.any():
@@ -293,8 +297,8 @@ class Texts:
     def _find_copies(self):
         """{part: list of (first and last-plus-one byte)}: where sets of a single document occur in
         documents of a part."""
-        found = [held_out.single_document(t.source) for t in self.sets.values() if t.source]
-        texts, copies = list(filter(None, found)), {}
+        single = [held_out.single_document(t.source) for t in self.sets.values() if t.source]
+        texts, copies = list(filter(None, single)), {}
         digests = [sources.document_digest(text).hex() for text in texts]
         for name, part in self.parts.items():
             copies[name] = ()
@@ -309,7 +313,7 @@ class Texts:
 
     def _cut_held_out_documents(self, part):
         """V16 array: digests of documents that begin as one of a set and that max_bytes cut."""
-        documents, found = held_out.Documents(part.rows()), np.empty(0, "V16")
+        documents, digests = held_out.Documents(part.rows()), np.empty(0, "V16")
         for row in np.flatnonzero(part.rows()["flags"] & CUT) if part.shards else ():
             # The last tokens may differ, as another word follows them.
             ids = part.shards.ids(row)
@@ -317,8 +321,8 @@ class Texts:
             for text in self.sets.values():
                 for other in np.flatnonzero(text.rows()["tokens"] > len(ids)).tolist():
                     if np.array_equal(text.shards.ids(other, len(ids)), ids):
-                        found = np.append(found, documents.digests[documents.row[row]])
-        return found
+                        digests = np.append(digests, documents.digests[documents.row[row]])
+        return digests
 
     # ---- tokens ----------------------------------------------------------------------------------
 

@@ -191,14 +191,14 @@ def _decoded(document):
 def rows_of(source):
     """ROW[n] of the documents of a Source, without tokens."""
     progress = Progress(f"reading {source.name}", source.parts)
-    found = []
+    rows = []
     for document in source.documents():
-        found.append(text_row(document.data, document.ends, document.is_cut).tobytes())
+        rows.append(text_row(document.data, document.ends, document.is_cut).tobytes())
         progress.add(len(document.data))
     source.check_unchanged()
-    if not found:
+    if not rows:
         raise UsageError(f"{source.name}: there is no text; use files that are not empty")
-    return np.frombuffer(b"".join(found), ROW)
+    return np.frombuffer(b"".join(rows), ROW)
 
 
 def sample(source, rows, is_trained):

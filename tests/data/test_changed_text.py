@@ -205,6 +205,18 @@ def test_copies_of_held_out_documents_are_not_trained_on(split, tmp_path):
         refuse_data(config, "training split", "no tokens")
 
 
+def test_a_document_of_a_set_in_which_the_tail_begins_is_not_trained_on(tmp_path):
+    documents = [words(name, 10) for name in ("a", "b", "c")]
+    for path, texts in (("all", documents), ("set", [documents[1], words("d", 9)])):
+        write(tmp_path / f"{path}.jsonl.gz", texts)
+    config = make_config(f"jsonl:{tmp_path}/all.jsonl.gz", tmp_path, eval_fraction=0.5, **ROWS)
+    assert lines(open_data(config), "train") & set(documents[1].split("\n"))
+    config.eval_sets = {"set": f"jsonl:{tmp_path}/set.jsonl.gz"}
+    data = open_data(config)
+    assert text_of(data, "train") == documents[0]
+    assert text_of(data, "eval").endswith(documents[2])
+
+
 @pytest.mark.parametrize("part", [slice(0, 300), slice(150, 400), slice(400, None)])
 def test_a_held_out_file_is_cut_out_of_a_longer_training_file(part, tmp_path):
     text = words("a", 60)
