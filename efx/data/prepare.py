@@ -20,23 +20,29 @@ from efx.errors import UsageError
 log = logging.getLogger("efx")
 
 
-def run(argv):
-    """Parse the command line and prepare the text; UsageError for bad input."""
-    shard, rest = (1, 1), []
+def arguments_of(argv):
+    """(DataConfig, (I, N) of --shard) of a command line; None after --help."""
+    shard, others = (1, 1), []
     for argument in argv:
         name, _, value = argument.partition("=")
         if name != "--shard":
-            rest.append(argument)
+            others.append(argument)
             continue
-        if not (match := re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", value)):
-            raise UsageError(f"{argument}: expected --shard=I/N, such as --shard=3/16")
-        shard = int(match[1]), int(match[2])
+        match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", value)
+        shard = (int(match[1]), int(match[2])) if match else (0, 0)
         if not 1 <= shard[0] <= shard[1]:
-            raise UsageError(f"{argument}: I must be in 1..N")
-    values = parse(rest, usage=__doc__)
-    if values is None:
+            raise UsageError(f"{argument}: expected --shard=I/N with I in 1..N, as in --shard=3/16")
+    values = parse(others, usage=__doc__)
+    return values and (to_config(values.config).data, shard)
+
+
+def run(argv):
+    """Prepare the text of a command line; UsageError for bad input."""
+    arguments = arguments_of(argv)
+    if not arguments:
         return
-    texts = Texts(to_config(values.config).data)
+    config_data, shard = arguments
+    texts = Texts(config_data)
     left = texts.prepare(texts.tokenizer(), shard)
     for text in texts.all():
         if text in left:
