@@ -86,7 +86,7 @@ def check_run_files(data, run):
         path = copy / name
         path.write_bytes(damaged(path.read_bytes(), data.draw))
         works_or_one_line(lambda: to_config(config_of_run(copy)))
-        works_or_one_line(lambda: run_dir.run_record(copy))
+        works_or_one_line(lambda: run_dir.RunDir(copy).record)
         works_or_one_line(lambda: load_tokenizer(copy / "tokenizer.json").encode("a b"))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from efx.config.load import to_config
 from efx.parallel import sharding
 from efx.parallel.host_memory import keep_freed_memory
-from efx.train import optim, setup
+from efx.train import inference, optim, setup
 
 
 class Stepper:
@@ -25,14 +25,14 @@ class Stepper:
 
     def __init__(self, config, vocab_size):
         keep_freed_memory()
-        experiment = setup.without_text(to_config(config), vocab_size)
+        experiment = setup.experiment_without_data(to_config(config), vocab_size)
         self.config, self.model = experiment.config, experiment.model
         self._training = setup.Training(experiment)
         self._mesh_and_rules = experiment.mesh, experiment.rules
         self._placement = sharding.Placement(*self._mesh_and_rules, self.config.data.batch_size)
         self._seed = np.uint32(config.seed)
         self._batch = self._put_batch(random_tokens(config, vocab_size))
-        self._teacher = experiment.teacher and setup.read_teacher(experiment)[1]
+        self._teacher, _ = inference.read_teacher(experiment)
         with sharding.use(*self._mesh_and_rules):
             self._step = self._training.compile_step(self.model)
         needs = self._step.memory_analysis()

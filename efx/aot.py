@@ -26,7 +26,7 @@ from efx.errors import UsageError, extra, nearest
 from efx.layers import flops
 from efx.logging import quantity
 from efx.parallel import sharding
-from efx.train import evaluator, optim, setup
+from efx.train import evaluator, setup
 
 GIB = 2**30
 # Bytes that the compiler lets a program use; the data sheets give a little more.
@@ -76,7 +76,7 @@ def compile_and_report(config, topology_name, *, vocab_size=None, workdir=None, 
     config = to_config(config)
     vocab_size = vocab_size or _vocab_size(config, workdir)
     devices, limit = describe(topology_name)
-    e = setup.without_text(config, vocab_size, devices)
+    e = setup.experiment_without_data(config, vocab_size, devices)
     one_device = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), devices[:1])
     show = (lambda *lines: None) if as_json else functools.partial(print, flush=True, sep="\n")
     # Kernels are chosen by the platform of the default device and of the mesh.
@@ -114,7 +114,7 @@ def compile_and_report(config, topology_name, *, vocab_size=None, workdir=None, 
 
 def _vocab_size(config, workdir):
     """Return the number of ids of a run's tokenizer, or of one that needs no text."""
-    if workdir and (saved := run_dir.saved_tokenizer(workdir)):
+    if workdir and (saved := run_dir.RunDir(workdir).tokenizer_path):
         return tokenizers.load_tokenizer(saved).vocab_size
     kind, argument = tokenizers.parse(config.data.tokenizer)
     if kind == "bpe":
@@ -148,9 +148,8 @@ def _programs(e, training, one_device):
         trace = functools.partial(training.trace_step, stage.model)
         yield name, e.mesh, e.rules, trace, (state, training.batch, training.teacher), 0
 
-    # A schedule-free optimiser evaluates averages of its parameters. The next batch is read ahead.
-    averages = state.params if optim.keeps_averages(c.optim.name) else ()
-    resident = _bytes_on_device((state, training.teacher, training.batch, averages))
+    # The next batch is read ahead.
+    resident = _bytes_on_device((state, training.teacher, training.batch))
     variables = {"params": state.params, **state.variables}
     shapes = evaluator.shapes_of_step(c, e.mesh, e.rules, state.params, state.variables)
     step = evaluator.steps(e.model, c, e.mesh, e.rules)["causal"]

@@ -79,12 +79,12 @@ def module_of(workdir, action):
     """The module whose function `action` ("evaluate" or "sample") fits a run or experts of cBTM."""
     from efx import run_dir
 
-    if run_dir.holds_clustering(workdir):
+    if run_dir.RunDir(workdir).has_clustering:
         name = {"evaluate": "efx.composition.evaluation", "sample": "efx.composition.sampling"}[
             action
         ]
     else:
-        name = "efx.train.finished_run"
+        name = "efx.train.inference"
     return importlib.import_module(name)
 
 

@@ -12,7 +12,6 @@ import os
 import pathlib
 import shutil
 import tempfile
-import threading
 import time
 
 from efx.errors import TransientError, UsageError, extra, first_line, warn
@@ -172,7 +171,8 @@ class Mirror:
     """A local copy of a run directory in a store, uploaded while the run writes to it.
 
     `path` is the copy, or the run directory itself if that is on a disk. Entering downloads the
-    files and directories `names`; leaving uploads and deletes the copy.
+    files and directories `names`; leaving uploads and deletes the copy. (fsspec's rsync compares
+    sizes only, and would delete the checkpoints, which are in the store alone.)
     """
 
     def __init__(self, run_directory, names):
@@ -180,7 +180,6 @@ class Mirror:
         self.path = run_directory
         self._uploaded = {}  # relative name: (size, time) of the local file
         self._next_upload = 0.0
-        self._background = threading.Thread()  # of the last upload that was due
 
     def __enter__(self):
         if is_remote(self._run_directory):
@@ -211,47 +210,28 @@ class Mirror:
     def upload(self, if_due=False):
         """Upload new and changed files and delete removed ones; TransientError if that fails.
 
-        if_due: at most once a minute, in the background, with a warning if it fails.
+        if_due: at most once a minute, with a warning if it fails.
         """
-        if self.path == self._run_directory:
+        if self.path == self._run_directory or (if_due and time.monotonic() < self._next_upload):
             return
-        if not if_due:
-            self.wait()
-            try:
-                self._upload()
-            except UsageError as error:  # the store was reached earlier, so a rerun may succeed
-                raise TransientError(error) from error
-        elif time.monotonic() >= self._next_upload and not self._background.is_alive():
-            self._next_upload = time.monotonic() + _UPLOAD_SECONDS
-            self._background = threading.Thread(target=self._upload_or_warn, daemon=True)
-            self._background.start()
-
-    def wait(self):
-        """Wait for the upload in the background, which would fail if a file were removed."""
-        if self._background.is_alive():
-            self._background.join()
-
-    def _upload_or_warn(self):
+        self._next_upload = time.monotonic() + _UPLOAD_SECONDS
         try:
             self._upload()
         except UsageError as error:
+            if not if_due:  # the store was reached earlier, so a rerun may succeed
+                raise TransientError(error) from error
             warn(error)
 
     def _upload(self):
-        files = {p.relative_to(self.path): p for p in self.path.rglob("*") if p.is_file()}
-        present = {name.as_posix(): p for name, p in files.items() if not _is_temporary(name)}
+        files = {p.relative_to(self.path).as_posix(): p for p in self.path.rglob("*")}
+        files = {name: p for name, p in files.items() if p.is_file()}
         with _report_store_errors(self._run_directory):
-            for name, path in present.items():
-                try:
-                    identity = _size_and_time(path)
-                    if self._uploaded.get(name) == identity:
-                        continue
-                    contents = path.read_bytes()
-                except FileNotFoundError:  # removed after it was listed
-                    continue
-                (self._run_directory / name).write_bytes(contents)
-                self._uploaded[name] = identity
-            for name in self._uploaded.keys() - present.keys():
+            for name, path in files.items():
+                identity = _size_and_time(path)
+                if self._uploaded.get(name) != identity:
+                    (self._run_directory / name).write_bytes(path.read_bytes())
+                    self._uploaded[name] = identity
+            for name in self._uploaded.keys() - files.keys():
                 (self._run_directory / name).unlink(missing_ok=True)
                 del self._uploaded[name]
 
@@ -314,11 +294,6 @@ def replacing(path):
         part = pathlib.Path(folder, path.name)
         yield part
         move(part, path)
-
-
-def _is_temporary(path):
-    """Whether a relative path is inside a temporary directory of `replacing`."""
-    return any(name.startswith(".") and name.endswith(".tmp") for name in path.parts)
 
 
 def move(source, target):

@@ -95,8 +95,9 @@ def run(argv):
     else:
         from efx.train import trainer
 
-        action = trainer.compose if mode == "compose" else trainer.train_and_evaluate
-        action(config, workdir, command_line=argv, started=_STARTED)
+        trains = mode != "compose"
+        options = dict(command_line=argv, started=_STARTED, train=trains)
+        trainer.train_and_evaluate(config, workdir, **options)
 
 
 def _config_for(values, config):
@@ -118,7 +119,7 @@ def _check_flags(values):
     for name, modes in _MODES_OF_FLAGS.items():
         if values[name].value is not None and mode not in modes:
             raise UsageError(f"--{name} goes with --mode={' or '.join(modes)}, not {mode}")
-    if mode in ("train", "compose") and run_dir.holds_clustering(workdir):
+    if mode in ("train", "compose") and run_dir.RunDir(workdir).has_clustering:
         raise UsageError(
             f"--workdir={workdir} has a clustering; its runs are in directories below it: "
             "start them with python -m efx.composition.cbtm (--print-commands lists them)"

@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import datetime
 import errno
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -54,7 +55,6 @@ _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "nu
 _LIBRARIES += ("ml-collections", "tokenizers")
 _ABSENT = "(absent)"  # value of a setting that only the other config has
 _SHOWN = 6  # differing settings named in an error
-_LONGEST_NAME = 120  # characters; Weights & Biases takes 128
 
 
 # ---- reading -----------------------------------------------------------------------------------
@@ -95,9 +95,152 @@ def finished_steps(root):
     return [step for step in checkpoint_steps(root) if is_finished(root / str(step))]
 
 
-def newest_meta(workdir):
+class RunDir:
+    """A run directory as it is when it is opened; each of its files is read once.
+
+    Args:
+      workdir: path or gs:// address; the directory may be absent.
+      setting: the flag or setting that names it, for messages.
+    Attributes:
+      path: of the directory. name: the setting and its value, for messages.
+      step, meta: of the newest checkpoint with readable metadata; None and {} without one.
+    """
+
+    def __init__(self, workdir, setting="--workdir"):
+        self.path, self.name = io.folder(workdir, setting), f"{setting}={workdir}"
+        self.step, self.meta = _newest_meta(self.path / CHECKPOINTS)
+
+    @functools.cached_property
+    def has_clustering(self):
+        """Whether it has the clusters of cBTM, with its expert runs in subdirectories."""
+        has_checkpoint = checkpoint_steps(self.path / CHECKPOINTS)
+        return not has_checkpoint and (self.path / CLUSTERING).is_file()
+
+    @functools.cached_property
+    def has_result(self):
+        """Whether it has a checkpoint or a clustering."""
+        return bool(checkpoint_steps(self.path / CHECKPOINTS)) or self.has_clustering
+
+    @functools.cached_property
+    def record(self):
+        """The record of the newest checkpoint, without one of run.json, and its `launches`."""
+        path = self.path / RUN_FILE
+        contents = _read_dict(path) if path.is_file() else {}
+        launches = contents.get("launches", [])
+        if not isinstance(launches, list) or not all(isinstance(each, dict) for each in launches):
+            raise UsageError(f"{path}: not the record of a run; delete it (it is a copy)")
+        return {**self.meta.get("record", contents), "launches": launches}
+
+    @functools.cached_property
+    def config(self):
+        """The config as a plain dict with lists for tuples, of the newest checkpoint if there is
+        one, else of config.json.
+
+        Raises: UsageError if this is not a run directory or its config cannot be read.
+        """
+        if not self.path.is_dir():
+            raise UsageError(f"{self.name}: there is no such run directory")
+        if config := self.meta.get("record", {}).get("config"):
+            return config
+        path = self.path / CONFIG_FILE
+        if not path.is_file():
+            raise UsageError(
+                f"{self.name}: not a run directory, it has no {CONFIG_FILE}; use a directory "
+                "written by --mode=train"
+            )
+        return _read_dict(path)
+
+    def setting(self, key):
+        """The recorded value of a setting or a block by its dotted key, such as "model.depth"."""
+        value = self.config
+        for part in key.split("."):
+            if not isinstance(value, dict) or part not in value:
+                path = self.path / CONFIG_FILE
+                raise UsageError(f"{path}: not the config of a run, config.{key} is missing")
+            value = value[part]
+        return value
+
+    @functools.cached_property
+    def tokenizer_path(self):
+        """Path of tokenizer.json; None without a run.
+
+        Raises: UsageError if the file is not the recorded one: its ids would mean other text.
+        """
+        path = self.path / TOKENIZER_FILE
+        if not self.has_result:
+            return None
+        text, recorded = _read_text(path), self.record.get("tokenizer")
+        if recorded and checksum(text) != recorded:
+            raise UsageError(
+                f"{path}: missing, or not the tokenizer of this run; restore the file, or use "
+                "another --workdir"
+            )
+        return path if text is not None else None
+
+    @property
+    def text_record(self):
+        """`Data.text_record` of the run; None if its text is not recorded."""
+        return self.record.get("text")
+
+    def check_config(self, config, may_differ, add_defaults=None):
+        """{key: [before, now]} of the permitted changes if `config` may resume the run.
+
+        Arguments and errors: see `open_run`.
+        """
+        recorded, changed, refused = self.config, {}, []
+        recorded = add_defaults(recorded) if add_defaults else recorded
+        for key, (before, now) in differences(recorded, json.loads(json.dumps(config))).items():
+            if any(re.fullmatch(pattern, key) for pattern in may_differ):
+                changed[key] = [before, now]
+            else:
+                refused.append(f"config.{key}: {before!r} in the run, {now!r} here")
+        if refused:
+            others = f" and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
+            raise UsageError(
+                f"{self.name} has a run with another config ({'; '.join(refused[:_SHOWN])}"
+                f"{others}); use another --workdir, or the values of that run"
+            )
+        return changed
+
+    def check_writable(self):
+        """UsageError unless a launch may write here: it can, and no part of a run is missing."""
+        if not io.is_remote(self.path):
+            existing = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
+            problem = "" if os.access(existing, os.W_OK) else "permission denied"
+            problem = problem if existing.is_dir() else "it is not a directory"
+            if problem:
+                raise UsageError(f"cannot write to {existing}: {problem}; use another --workdir")
+        path = self.path / CONFIG_FILE
+        # Models in Hugging Face's format have a config.json too.
+        if not self.meta.get("record") and path.exists() and "steps" not in _read_dict(path):
+            raise UsageError(f"{path}: not a config of efx; use another --workdir")
+        self._check_nothing_moved()
+
+    def _check_nothing_moved(self):
+        """UsageError if a part of the run was moved, or its disk is not mounted.
+
+        This launch would write that part from the start.
+        """
+        steps = finished_steps(self.path / CHECKPOINTS)
+        has_metrics = (self.path / METRICS_FILE).exists()
+        launches = self.record.get("launches", [])
+        saved = [step for launch in launches if (step := launch.get("saved")) is not None]
+        present, missing = METRICS_FILE, []
+        if saved and not steps:
+            present, missing = RUN_FILE, [f"{CHECKPOINTS}/{saved[-1]}"]
+        elif any(steps) and not has_metrics:
+            present, missing = f"{CHECKPOINTS}/{steps[-1]}", [METRICS_FILE]
+        elif has_metrics and not steps:
+            missing = [name for name in (CONFIG_FILE, RUN_FILE) if not (self.path / name).exists()]
+        if missing:
+            raise UsageError(
+                f"{self.name} has {present} but no {missing[0]}; restore or mount it, or use "
+                "another --workdir"
+            )
+
+
+def _newest_meta(root):
     """(step, meta) of the newest checkpoint with readable metadata; (None, {}) without one."""
-    root = io.folder(workdir) / CHECKPOINTS
     for step in reversed(checkpoint_steps(root)):
         # Restoring reports a damaged checkpoint; here it is skipped.
         with contextlib.suppress(OSError, ValueError):
@@ -106,89 +249,6 @@ def newest_meta(workdir):
                 if isinstance(meta, dict) and isinstance(meta.get("record", {}), dict):
                     return step, meta
     return None, {}
-
-
-def checkpoint_record(workdir):
-    """The run's record in its newest checkpoint; {} without one."""
-    return newest_meta(workdir)[1].get("record", {})
-
-
-def run_record(workdir):
-    """The run's record, and `launches` of run.json; {} without a run."""
-    path = io.folder(workdir) / RUN_FILE
-    contents = _read_dict(path) if path.is_file() else {}
-    launches = contents.get("launches", [])
-    if not isinstance(launches, list) or not all(isinstance(each, dict) for each in launches):
-        raise UsageError(f"{path}: not the record of a run; delete it (it is a copy)")
-    return {**contents, **checkpoint_record(workdir)}
-
-
-def recorded_config(workdir, setting="--workdir"):
-    """The config of a run as a plain dict with lists for tuples.
-
-    It comes from the newest checkpoint, or from config.json in a run without checkpoints.
-
-    Args:
-      setting: the flag or setting that names the directory, for messages.
-    Raises: UsageError if `workdir` is not a run directory or its config cannot be read.
-    """
-    folder = io.folder(workdir, setting)
-    if not folder.is_dir():
-        raise UsageError(f"{setting}={workdir}: there is no such run directory")
-    if config := checkpoint_record(folder).get("config"):
-        return config
-    path = folder / CONFIG_FILE
-    if not path.is_file():
-        raise UsageError(
-            f"{setting}={workdir}: not a run directory, it has no {CONFIG_FILE}; use a directory "
-            "written by --mode=train"
-        )
-    return _read_dict(path)
-
-
-def recorded_setting(workdir, key):
-    """The recorded value of a setting or a block by its dotted key, such as "model.depth"."""
-    value = recorded_config(workdir)
-    for part in key.split("."):
-        if not isinstance(value, dict) or part not in value:
-            path = io.folder(workdir) / CONFIG_FILE
-            raise UsageError(f"{path}: not the config of a run, config.{key} is missing")
-        value = value[part]
-    return value
-
-
-def holds_result(workdir):
-    """Whether a directory holds a checkpoint or a clustering."""
-    has_checkpoint = bool(checkpoint_steps(io.folder(workdir) / CHECKPOINTS))
-    return has_checkpoint or holds_clustering(workdir)
-
-
-def holds_clustering(workdir):
-    """Whether a directory holds the clusters of cBTM, with its expert runs in subdirectories."""
-    folder = io.folder(workdir)
-    return not checkpoint_steps(folder / CHECKPOINTS) and (folder / CLUSTERING).is_file()
-
-
-def saved_tokenizer(workdir):
-    """Path of the tokenizer.json of a run; None without a run.
-
-    Raises: UsageError if the file is not the recorded one: its ids would mean other text.
-    """
-    path = io.folder(workdir) / TOKENIZER_FILE
-    if not holds_result(workdir):
-        return None
-    text, recorded = _read_text(path), run_record(workdir).get("tokenizer")
-    if recorded and checksum(text) != recorded:
-        raise UsageError(
-            f"{path}: missing, or not the tokenizer of this run; restore the file, or use "
-            "another --workdir"
-        )
-    return path if text is not None else None
-
-
-def recorded_text(workdir):
-    """`Data.text_record` of a run; None if its text is not recorded."""
-    return run_record(workdir).get("text")
 
 
 def checksum(text):
@@ -223,13 +283,13 @@ class OpenedRun:
     """A checked run directory. Nothing is written before `commit`.
 
     Attributes:
-      path: the directory.
+      run: `RunDir`, as it was before this launch.
       is_new: False if an earlier launch left a checkpoint to resume.
       changed: {key: [before, now]} of the permitted changes of its config.
       config, command_line: arguments of `open_run`.
     """
 
-    path: pathlib.Path
+    run: RunDir
     is_new: bool
     changed: dict
     config: dict
@@ -247,35 +307,33 @@ class OpenedRun:
 
         Returns: the run's record for its next checkpoints.
         """
-        earlier = {} if self.is_new else checkpoint_record(self.path)
+        earlier = {} if self.is_new else self.run.meta.get("record", {})
         record = {**earlier, **entries, "config": self.config}
-        multihost.run_on_primary(self.path, lambda: self._write(files, record))
+        multihost.run_on_primary(self.run.path, lambda: self._write(files, record))
         return record
 
     def _write(self, files, record):
-        launch = describe_launch(self.command_line)
+        launch, launches, folder = describe_launch(self.command_line), [], self.run.path
         if not self.is_new:
-            launch["changed"] = self.changed
-            launch["saved"] = newest_meta(self.path)[0]
-        launches = [] if self.is_new else run_record(self.path).get("launches", [])
-        with io.report_write_errors(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
+            launch |= {"changed": self.changed, "saved": self.run.step}
+            launches = self.run.record.get("launches", [])
+        with io.report_write_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
             # First of all files: it identifies the directory as a run's.
-            _write_json(self.path / CONFIG_FILE, self.config)
+            _write_json(folder / CONFIG_FILE, self.config)
             for name, text in files.items():
-                path = self.path / name
                 if text is None and self.is_new:
-                    path.unlink(missing_ok=True)
-                elif text is not None and (self.is_new or not path.exists()):
-                    io.write_atomic(path, text)
+                    (folder / name).unlink(missing_ok=True)
+                elif text is not None and (self.is_new or not (folder / name).exists()):
+                    io.write_atomic(folder / name, text)
         entries = {name: entry for name, entry in record.items() if name != "config"}
-        _write_json(self.path / RUN_FILE, {"launches": [*launches, launch], **entries})
+        _write_json(folder / RUN_FILE, {"launches": [*launches, launch], **entries})
 
 
-def open_run(workdir, config, *, command_line, may_differ=(), completed=None):
-    """Check that a run directory is free, or that `config` may resume the run there.
+def open_run(workdir, config, *, command_line, may_differ=(), add_defaults=None):
+    """The `OpenedRun` of a directory that is free, or whose run `config` may resume.
 
-    All processes call this; process 0 reads. Nothing is written.
+    All processes call this; process 0 checks. Nothing is written.
 
     Args:
       workdir: the directory; it may be absent.
@@ -283,86 +341,20 @@ def open_run(workdir, config, *, command_line, may_differ=(), completed=None):
       command_line: list of str for run.json.
       may_differ: regexes (full match on the dotted key, such as `log\\..*`) of settings that a
         later launch may change.
-      completed: function that adds settings that are newer than a recorded config, or None.
+      add_defaults: function that adds settings that are newer than a recorded config, or None.
 
     Raises: UsageError naming the settings that differ with both values, or the file at fault.
     """
-    config, changed = json.loads(json.dumps(config)), {}
-    is_new = bool(multihost.run_on_primary(workdir, lambda: int(_is_new(workdir))))
+    run, config, changed = RunDir(workdir), json.loads(json.dumps(config)), {}
 
     def check():
-        changed.update(check_config(workdir, config, may_differ, completed))
+        run.check_writable()
+        if run.has_result:
+            changed.update(run.check_config(config, may_differ, add_defaults))
+        return int(not run.has_result)
 
-    if not is_new:
-        multihost.run_on_primary(workdir, check)
-    return OpenedRun(io.folder(workdir), is_new, changed, config, tuple(command_line))
-
-
-def _is_new(workdir):
-    folder = io.folder(workdir)
-    if not io.is_remote(folder):
-        _check_writable(folder)
-    if not checkpoint_record(folder):
-        path = folder / CONFIG_FILE
-        # Models in Hugging Face's format have a config.json too.
-        if path.exists() and "steps" not in _read_dict(path):
-            raise UsageError(f"{path}: not a config of efx; use another --workdir")
-    _check_nothing_moved(folder)
-    return not holds_result(folder)
-
-
-def _check_nothing_moved(folder):
-    """UsageError if a part of the run was moved, or its disk is not mounted.
-
-    This launch would write that part from the start.
-    """
-    steps, has_metrics = finished_steps(folder / CHECKPOINTS), (folder / METRICS_FILE).exists()
-    launches = run_record(folder).get("launches", [])
-    saved = [step for launch in launches if (step := launch.get("saved")) is not None]
-    present, missing = METRICS_FILE, []
-    if saved and not steps:
-        present, missing = RUN_FILE, [f"{CHECKPOINTS}/{saved[-1]}"]
-    elif any(steps) and not has_metrics:
-        present, missing = f"{CHECKPOINTS}/{steps[-1]}", [METRICS_FILE]
-    elif has_metrics and not steps:
-        missing = [name for name in (CONFIG_FILE, RUN_FILE) if not (folder / name).exists()]
-    if missing:
-        raise UsageError(
-            f"--workdir={folder} has {present} but no {missing[0]}; restore or mount it, or use "
-            "another --workdir"
-        )
-
-
-def _check_writable(folder):
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    problem = ""
-    if not existing.is_dir():
-        problem = "it is not a directory"
-    elif not os.access(existing, os.W_OK):
-        problem = "permission denied"
-    if problem:
-        raise UsageError(f"cannot write to {existing}: {problem}; use another --workdir")
-
-
-def check_config(workdir, config, may_differ, completed=None):
-    """{key: [before, now]} of the permitted changes if `config` may resume the run in `workdir`.
-
-    Arguments and errors: see `open_run`.
-    """
-    recorded, changed, refused = recorded_config(workdir), {}, []
-    recorded = completed(recorded) if completed else recorded
-    for key, (before, now) in differences(recorded, json.loads(json.dumps(config))).items():
-        if any(re.fullmatch(pattern, key) for pattern in may_differ):
-            changed[key] = [before, now]
-        else:
-            refused.append(f"config.{key}: {before!r} in the run, {now!r} here")
-    if refused:
-        others = f" and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
-        raise UsageError(
-            f"--workdir={workdir} has a run with another config ({'; '.join(refused[:_SHOWN])}"
-            f"{others}); use another --workdir, or the values of that run"
-        )
-    return changed
+    is_new = bool(multihost.run_on_primary(workdir, check))
+    return OpenedRun(run, is_new, changed, config, tuple(command_line))
 
 
 def differences(before, now, among=".*"):
@@ -527,26 +519,6 @@ def git_revision(package=None):
         return {"revision": git("rev-parse", "HEAD"), "dirty": bool(changed)}
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def run_name(workdir, command_line):
-    """A short name: the directory, the config, and the settings changed on the command line."""
-    config, changed = "", []
-    for argument in command_line:
-        key, _, value = argument.lstrip("-").partition("=")
-        if key == "config":
-            file, colon, variants = pathlib.PurePath(value).name.partition(":")
-            config = file.removesuffix(".py") + colon + variants
-        elif key.startswith("config.") and not key.startswith("config.log."):
-            changed.append(f"{key.removeprefix('config.')}={value}")
-    details = ", ".join([config] * bool(config) + changed)
-    name = pathlib.PurePath(workdir).name + (f" ({details})" if details else "")
-    return shortened(name, _LONGEST_NAME)
-
-
-def shortened(text, most):
-    """A text of at most `most` characters."""
-    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def _write_json(path, contents):

@@ -43,6 +43,7 @@ ARMS = {
     "MLP without attention, slow router": SLOW | routed(target="mlp_only"),
     "all keys, slow router": SLOW | routed(kv_for_skipped=True),
     "MLP, positions": POSITION | routed(target="mlp"),
+    "all keys, positions": POSITION | routed(kv_for_skipped=True),
     "identity, slow router": SLOW | routed(gate="identity"),
     "sigmoid": FAST,
     "last four blocks, slow router": SLOW | routed(blocks=(4, 5, 6, 7)),
@@ -64,7 +65,7 @@ ARMS = {
     "twice sigmoid, slow router": SLOW | routed(gate="twice_sigmoid"),
     "attention, slow router": SLOW | routed(target="attention"),
 }
-BEST = ()  # named after the arms with one seed are finished
+BEST = "all keys, slow router", "sigmoid, slow router", "MLP, slow router", "all keys, positions"
 LONG = {"data.seq_len": 1024, "data.batch_size": 2}
 CONTEXT = "sigmoid, slow router", "all keys, slow router", "MLP, slow router"
 COLUMNS = {

@@ -60,7 +60,7 @@ def start_from(state, config, model, report):
         report(f"experts: {', '.join(experts)}")
     if config.adapter.kind != "none":
         for run in (c.run, *experts):
-            changed = changed_settings(run, config, _MODEL_SETTINGS)
+            changed = changed_settings(run_dir.RunDir(run), config, _MODEL_SETTINGS)
             listed = ", ".join(f"config.{key}={value!r}" for key, (_, value) in changed.items())
             if changed:
                 report(f"this is not the model of {run}: {listed}")
@@ -68,12 +68,12 @@ def start_from(state, config, model, report):
 
 
 def changed_settings(run, config, among):
-    """Return {dotted key: (value in a run, value in `config`)} of the settings that differ.
+    """Return {dotted key: (value in a `RunDir`, value in `config`)} of the settings that differ.
 
     Args:
       among: regex of the keys to compare.
     """
-    recorded = with_new_defaults(run_dir.recorded_config(run))
+    recorded = with_new_defaults(run.config)
     now = json.loads(json.dumps(schema.as_dict(config)))  # lists for tuples, as recorded
     return run_dir.differences(recorded, now, among)
 
@@ -122,7 +122,7 @@ def _load_members(state, runs, members):
     params, averages = dict(state.params), dict(state.variables.get("state", {}))
     for (key, run), (name, (member, unused)) in zip(runs, members.items(), strict=True):
         root = _checkpoints(run, f"config.model.{key}")
-        is_scanned = run_dir.recorded_setting(run, "model.scan_layers")
+        is_scanned = run_dir.RunDir(run).setting("model.scan_layers")
         params[name] = _load_member(root, params[name], member, is_scanned, ("params",), unused)
         if name in averages:
             collection = ("variables", "state")
@@ -191,7 +191,7 @@ def _load_experts(params, adapter, base_run, vocab_size):
 
 def _check_expert(run, adapter, needs_gates):
     """Raise UsageError unless the settings of an expert's run fit the composition."""
-    recorded = run_dir.recorded_setting(run, "adapter")
+    recorded = run_dir.RunDir(run).setting("adapter")
     for key in _EXPERT_SETTINGS:
         if recorded[key] != getattr(adapter, key):
             raise UsageError(

@@ -23,7 +23,6 @@ from efx.run_dir import COMMITTED, MANIFEST, is_finished
 
 # Orbax changes its own records after the manifest is written; a restore does not need them.
 _UNCHECKED = {"_CHECKPOINT_METADATA", COMMITTED, MANIFEST}
-_FORMAT = 1  # of manifests
 # Results of `verify` on one process, besides the position of the first damaged file.
 _UNREADABLE, _BAD_MANIFEST, _INTACT = -2, -1, 2**31 - 1
 _DIGESTS = "efx_digests_"  # first part of the name of a process' temporary file of digests
@@ -97,7 +96,7 @@ def write_manifest(folder):
         else:
             names.append(name)
     digests |= _digests(folder, [name for name in names if name not in digests])
-    contents = {"format": _FORMAT, "step": step, "files": {name: digests[name] for name in names}}
+    contents = {"step": step, "files": {name: digests[name] for name in names}}
     io.write_text(folder / MANIFEST, json.dumps(contents, indent=1))
     if not io.is_remote(folder):
         io.flush(folder)
@@ -111,15 +110,13 @@ def read_manifest(folder):
     try:
         manifest = io.read_json(folder / MANIFEST)
         manifest["files"].items()
-        step, form = manifest["step"], manifest["format"]
+        step = manifest["step"]
     except FileNotFoundError as error:
         raise Damage(f"file {MANIFEST} is missing") from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise Damage(f"file {MANIFEST} is not readable") from error
     if str(step) != folder.name:
         raise Damage(f"file {MANIFEST} is of step {step}, not {folder.name}")
-    if form != _FORMAT:
-        raise Damage(f"file {MANIFEST} has format {form}, not {_FORMAT}")
     return manifest
 
 

@@ -12,7 +12,6 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from efx.checkpoint import arrays, errors, manifest
 from efx.checkpoint.errors import CheckpointError, Damage
-from efx.parallel import sharding
 from efx.run_dir import finished_steps
 
 
@@ -53,8 +52,6 @@ def restore_params(
     prefix="",
 ):
     """Read parameters and verify the checksums of their checkpoint.
-
-    Where the optimizer keeps averages of the parameters, these averages are returned.
 
     Args:
       root: directory of the checkpoints of a run.
@@ -117,9 +114,8 @@ def restore_params(
             f"{name} does not fit: {errors.abridged(wrong)}; use a model of the same widths"
         )
 
-    averages = _stored_averages(metadata) if collection == ("params",) else {}
     with errors.read_errors(name):
-        values = _read(folder, loaded, targets, collection, averages)
+        values = _read(folder, loaded, targets, collection)
     diff = ParamsDiff(
         step=step,
         loaded=len(loaded),
@@ -147,60 +143,23 @@ def _check_allowed(problem, paths, allowed, prefix, key):
         raise CheckpointError(f"{problem} {errors.abridged(refused)}{remedy if prefix else ''}")
 
 
-def _read(folder, sources, targets, collection, averages):
+def _read(folder, sources, targets, collection):
     """Return {path in the model: array}; each array of the checkpoint is read once.
 
     Args:
       sources: {path in the model: path in the checkpoint}.
-      averages: see `_stored_averages`.
     """
     layouts = {}  # {path in the checkpoint: its first target}
     for path, source in sources.items():
         layouts.setdefault(tuple(source.split("/")), arrays.with_sharding(targets[path]))
     to_read = {(*collection, *source): layout for source, layout in layouts.items()}
-    for source, layout in layouts.items():
-        if source in averages:
-            z, b1 = averages[source]
-            to_read |= {z: layout, b1: _scalar_like(layout)}
     read = arrays.read_state(folder, to_read) if to_read else {}
     values = {}
     for path, source in sources.items():
-        source = tuple(source.split("/"))
-        value = read[*collection, *source]
-        if source in averages:
-            value = jax.jit(average)(value, *(read[leaf] for leaf in averages[source]))
+        value = read[*collection, *source.split("/")]
         target = arrays.with_sharding(targets[path])
         values[path] = jax.device_put(value.astype(target.dtype), target.sharding)
     return values
-
-
-def average(y, z, b1):
-    """The average x of a parameter that is trained at y = (1 - b1) z + b1 x."""
-    return ((y - (1.0 - b1) * z) / b1).astype(y.dtype)
-
-
-def _stored_averages(paths):
-    """{path of a parameter: (path of its z, path of b1)} in a stored `TrainState`.
-
-    From these `average` computes the evaluation parameters. {} if the optimiser keeps no averages.
-
-    Args:
-      paths: of all leaves, as tuples of strings. A parameter's path starts below "params".
-    """
-    tops = [path[:-1] for path in paths if path[0] == "opt_state" and path[-1] == "b1"]
-    return {
-        path[len(top) + 1 :]: (path, (*top, "b1"))
-        for top in tops
-        for path in paths
-        if (*top, "weight_sum") in paths and path[: len(top) + 1] == (*top, "z")
-    }
-
-
-def _scalar_like(target):
-    """Return the target of a float32 scalar on the devices of another target."""
-    mesh = getattr(target.sharding, "mesh", None)
-    layout = target.sharding if mesh is None else sharding.replicated(mesh)
-    return jax.ShapeDtypeStruct((), jnp.float32, sharding=layout)
 
 
 def fingerprint(params, vocab_size):

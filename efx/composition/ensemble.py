@@ -20,7 +20,7 @@ from efx.config import schema
 from efx.config.load import config_of_run, to_config
 from efx.data.held_out import Subset
 from efx.errors import UsageError, warn
-from efx.train import setup
+from efx.train import inference
 
 # Settings that all experts share: the mixture is computed token by token.
 _SHARED = r"(model|adapter)\..*|data\.(seq_len|packing)"
@@ -85,15 +85,15 @@ class Ensemble:
 
     def _record(self, j):
         """Return the record in the newest checkpoint of expert j."""
-        step, meta = run_dir.newest_meta(self.folders[j])
-        if step is None:
+        run = run_dir.RunDir(self.folders[j])
+        if run.step is None:
             raise UsageError(
                 f"expert {j} of {self.count} is missing: {self.folders[j]} has no checkpoint; "
                 "python -m efx.composition.cbtm trains all missing experts"
             )
-        if step < meta["last_step"]:
-            warn(f"expert {j} has not finished: step {step} of {meta['last_step']}")
-        return meta["record"]
+        if run.step < run.meta["last_step"]:
+            warn(f"expert {j} has not finished: step {run.step} of {run.meta['last_step']}")
+        return run.meta["record"]
 
     def _mismatch(self, j, record, first):
         """Return why expert j does not belong to its cluster or to the first expert, or ""."""
@@ -112,7 +112,7 @@ class Ensemble:
 
 
 def load_run(folder, config, step=None, splits=()):
-    """Return `setup.finished` of a run, on the mesh and with the text of `config`.
+    """Return `inference.restore` of a run, on the mesh and with the text of `config`.
 
     The run may be from another machine. Rows and batches are as in its training.
     """
@@ -125,4 +125,4 @@ def load_run(folder, config, step=None, splits=()):
         "data": dataclasses.replace(config.data, **layout, subset=""),
         "init.run": "",  # it may be on another machine
     }
-    return setup.finished(schema.replaced(run_config, changes), folder, step, splits)
+    return inference.restore(schema.replaced(run_config, changes), folder, step, splits)

@@ -22,8 +22,8 @@ from efx.errors import UsageError
 from efx.logging import tables
 from efx.parallel import sharding
 from efx.train import losses
-from efx.train.evaluator import scored
-from efx.train.step import evaluation_keys
+from efx.train.eval_step import evaluation_keys
+from efx.train.evaluator import describe_scored_text
 
 
 def evaluate(config, workdir, step=None):
@@ -94,7 +94,7 @@ def score(ensemble, other_runs):
     table = table.join([by_component.drop(columns="", errors="ignore"), by_cluster])
     rows = table.assign(experts=table.experts.map("{:.3g}".format)).itertuples()
     text = tables.markdown(["held-out loss (nats)", *table.columns], rows)
-    text += f"\n\n{scored(data, config.evaluate, len(nats))}\n"
+    text += f"\n\n{describe_scored_text(data, config.evaluate, len(nats))}\n"
     io.write_atomic(ensemble.workdir / "evaluation.md", text)
     io.write_atomic(ensemble.workdir / "evaluation.csv", table.to_csv(index_label="name"))
     return table

@@ -138,12 +138,12 @@ class Study:
     def row(self, name):
         """Return {domain: held-out loss} of a run, and "experts a token" if it has adapters."""
         from efx.config.load import config_of_run
-        from efx.train import finished_run
+        from efx.train import inference
 
         found, config = {}, config_of_run(self.folder / name)
         for domain, source in self.domains.items():
             config.data.source = source
-            found[domain] = finished_run.evaluate(config, self.folder / name)
+            found[domain] = inference.evaluate(config, self.folder / name)
         row = {domain: metrics["eval/loss"] for domain, metrics in found.items()}
         experts = [one.get("eval/adapter/experts_per_token") for one in found.values()]
         return row | ({} if None in experts else {"experts a token": statistics.fmean(experts)})

@@ -86,7 +86,7 @@ def config_of_run(workdir, setting="--workdir"):
     Args:
       setting: the flag or setting that names the directory, for messages.
     """
-    recorded = with_new_defaults(run_dir.recorded_config(workdir, setting))
+    recorded = with_new_defaults(run_dir.RunDir(workdir, setting).config)
     return defaults(to_config(_with_tuples(recorded), io.folder(workdir) / run_dir.CONFIG_FILE))
 
 

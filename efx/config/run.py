@@ -312,7 +312,7 @@ class OptimConfig:
     """How parameters are updated."""
 
     # Muon updates matrices, AdamW everything else.
-    name: Literal["adamw", "lion", "muon", "schedule_free_adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "lion", "muon", "sgd"] = "adamw"
     learning_rate: NonNegative = 1e-3  # peak of the schedule
     schedule: ScheduleConfig = ScheduleConfig()
     b1: Probability = 0.9  # decay rate of the first moment
@@ -355,9 +355,6 @@ class MeshConfig:
     tensor: Devices = 1  # heads and hidden features
     expert: Devices = 1  # experts of an MoE
     sequence: Devices = 1  # tokens of a row
-    # Groups of devices connected by a slower network (TPU slices, or hosts); only the axis `data`
-    # crosses it. 0: the number of slices
-    dcn_data: Natural = 0
 
 
 @block("config.checkpoint")
@@ -466,13 +463,6 @@ class Config:
 
     def check(self):
         object.__setattr__(self, "model", config_of(self.model))
-        routing = self.model.depth_routing
-        if routing.has_threshold and self.optim.name == "schedule_free_adamw":
-            raise UsageError(
-                "config.optim.name='schedule_free_adamw': evaluates averaged parameters, whose "
-                "scores the thresholds do not follow; use another optimiser, or "
-                f"{routing.where}.causal_decision='aux_loss' or 'predictor'"
-            )
 
 
 def default_config(family="decoder"):

@@ -357,8 +357,6 @@ def _written(row, model_type, vocab_size, c):
 
 # Arrays in some checkpoints that are no parameters.
 _BUFFERS = re.compile(r".*\.(attn|attention)\.(masked_)?bias|.*inv_freq")
-# In the names of a model that torch.compile or DistributedDataParallel has wrapped.
-_WRAPPERS = re.compile(r"(?:^|\.)(_orig_mod\.|module\.)")
 
 
 def params_from_hf(arrays, model, model_type, rows=0):
@@ -379,11 +377,6 @@ def params_from_hf(arrays, model, model_type, rows=0):
     prefix = next(iter(row.modules)).split(".")[0] + "."
     names = {}
     for name in arrays:
-        if wrapper := _WRAPPERS.search(name):
-            raise UsageError(
-                f"{name}: has {wrapper[1]!r} in its name, from torch.compile or "
-                "DistributedDataParallel; save the model inside (model._orig_mod or model.module)"
-            )
         if not _BUFFERS.fullmatch(name):
             is_bare = prefix + name in {expected for expected, *_ in entries}
             names[prefix + name if is_bare else name] = name

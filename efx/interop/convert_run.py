@@ -21,7 +21,7 @@ from efx.errors import UsageError, is_primary, nearest
 from efx.interop import new_run
 from efx.layers.flops import count_params
 from efx.logging import quantity
-from efx.train import other_runs, setup
+from efx.train import inference, model_setup, named_runs
 
 KINDS = ("mod", "layer_drop")
 # Settings of the model that may differ from the parent's.
@@ -67,17 +67,16 @@ def convert(config, folder, to, workdir, *, command_line=()):
     Args:
       config: ConfigDict, `config_for` the folder with further changes.
       folder: the parent. to: one of `KINDS`. command_line: recorded in run.json.
-    Returns: {"parameters": their number}.
     Raises: UsageError, before anything is written, also for a workdir with a run.
     """
     config, parent_path = to_config(config), _absolute_path(folder)
     _check_config(config, config_of_run(folder, "--from"), to)
-    other_runs.check_tokenizer(config, "--from", parent_path)
+    named_runs.check_tokenizer(config, run_dir.RunDir(parent_path, "--from"))
     if config.adapter.kind != "none":  # adapters need a base run
         config = schema.replaced(config, {"init.run": parent_path})
     with new_run.opened(workdir, config, command_line) as run:
-        parent_config = setup.on_devices_of(config, folder, "--from")
-        parent, step, params, averages = setup.finished(parent_config, folder)
+        parent_config = model_setup.on_devices_of(config, folder, "--from")
+        parent, step, params, averages = inference.restore(parent_config, folder)
         training = run.training(parent.tokenizer.vocab_size)
         model = training.experiment.model
         origin = {
@@ -101,7 +100,6 @@ def convert(config, folder, to, workdir, *, command_line=()):
         added = f" ({quantity(new)} new)" if new else ""
         total = quantity(count_params(state.params), "parameters")
         print(f"{workdir}: step 0, {total}{added}, converted to {to} from {folder} at step {step}")
-    return {"parameters": count_params(state.params)}
 
 
 def _absolute_path(folder):
@@ -186,10 +184,10 @@ def _text_records(data, folder, tokenizer):
     """(files, entries of run.json) about the text. The same text keeps the parent's split."""
     files = {run_dir.TOKENIZER_FILE: tokenizer}
     entries = {"tokenizer": run_dir.checksum(tokenizer)}
-    recorded = run_dir.recorded_setting(folder, "data")
-    settings = other_runs.text_settings(data) | {"subset": data.subset}
-    same = all(recorded[key] == value for key, value in settings.items())
-    if same and run_dir.recorded_text(folder) is not None:
-        record = run_dir.run_record(folder)
+    parent = run_dir.RunDir(folder)
+    settings = named_runs.text_settings(data) | {"subset": data.subset}
+    recorded = parent.setting("data")
+    if all(recorded[key] == value for key, value in settings.items()):
+        record = parent.record
         entries |= {name: record[name] for name in ("text", "subset") if name in record}
     return files, entries

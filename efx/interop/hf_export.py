@@ -28,7 +28,7 @@ from efx.layers.flops import count_params
 from efx.logging import quantity
 from efx.routing import parameters
 from efx.routing.calibrate import calibrate
-from efx.train import finished_run, setup
+from efx.train import inference
 
 # Supported versions; the tests load exports with the oldest and the newest.
 TRANSFORMERS = "transformers>=4.57.1,<6"
@@ -55,7 +55,7 @@ def export_run(config, workdir, folder, *, step=None, dtype=None):
     check_new(io.local_path(folder, "--to"))
     batches = checked.evaluate.calibrate
     splits = ("train",) if batches else ()
-    built, step, params, variables = setup.finished(config, workdir, step, splits=splits)
+    built, step, params, variables = inference.restore(config, workdir, step, splits=splits)
     if batches:
         train_batches = itertools.islice(built.data.train_iterator(), batches)
         variables = calibrate(built.model, params, variables, train_batches)
@@ -66,7 +66,7 @@ def export_run(config, workdir, folder, *, step=None, dtype=None):
         as_kind = f"as {ARCHITECTURES[written['model_type']].name}, for {TRANSFORMERS}"
     size = quantity(count_params(params), "parameters")
     print(f"{folder}: {size} of {workdir}, step {step}, {as_kind}")
-    if warning := finished_run.model_change_warning(built.config, workdir):
+    if warning := inference.model_change_warning(built.config, run_dir.RunDir(workdir)):
         print(warning)
 
 
@@ -151,7 +151,7 @@ _VALUES = {
     "depth_routing.score": ("router",),
     "depth_routing.train_selection": ("topk", "threshold"),
     "depth_routing.causal_decision": ("aux_loss", "threshold", "predictor"),
-    "depth_routing.kv_for_skipped": (False,),
+    "depth_routing.kv_for_skipped": (False, True),
     "depth_routing.skip_mlp": (0,),
 }
 # Settings that modeling_efx.py computes with every value, or that do not change a trained model.
@@ -256,6 +256,7 @@ def efx_config(model):
             router_norm=routing.router_norm,
             gate=routing.gate,
             slack=routing.slack,
+            kv_for_skipped=routing.kv_for_skipped,
             predictor_hidden=routing.predictor_hidden or max(1, c.width // 2),
         ),
         moe=dict(

@@ -18,7 +18,7 @@ from efx.interop import new_run
 from efx.interop.architectures import ARCHITECTURES, params_from_hf, settings_of
 from efx.layers.flops import count_params
 from efx.logging import quantity
-from efx.train import other_runs
+from efx.train import named_runs
 
 INDEX = "model.safetensors.index.json"
 # How an import without --config trains: for trained parameters, on a small machine.
@@ -149,7 +149,6 @@ def import_run(config, folder, workdir, *, command_line=()):
     Args:
       config: ConfigDict, `config_for` the folder with further changes.
       command_line: recorded in run.json.
-    Returns: {"parameters": their number}.
     Raises: UsageError, before anything is written, for a folder that is damaged or does not fit its
       config.json, and for a workdir with a run.
     """
@@ -157,7 +156,7 @@ def import_run(config, folder, workdir, *, command_line=()):
     hf = read_config(folder)
     _check_settings(config, settings_of(hf))
     tokenizer = load_tokenizer(folder / run_dir.TOKENIZER_FILE)
-    if not other_runs.is_tokenizer(config.data.tokenizer, tokenizer):
+    if not named_runs.is_tokenizer(config.data.tokenizer, tokenizer):
         raise UsageError(
             f"config.data.tokenizer={config.data.tokenizer!r}: the model of --from={folder} "
             f"needs its own {run_dir.TOKENIZER_FILE}; leave the setting out"
@@ -181,13 +180,11 @@ def import_run(config, folder, workdir, *, command_line=()):
         text = tokenizer.to_json()
         files = {run_dir.TOKENIZER_FILE: text}
         run.write(state, files, imported=imported, tokenizer=run_dir.checksum(text))
-    parameters = count_params(state.params)
     if is_primary():
-        name = ARCHITECTURES[hf["model_type"]].name
-        print(f"{workdir}: {quantity(parameters, 'parameters')} of {folder} ({name}), step 0")
+        name, size = ARCHITECTURES[hf["model_type"]].name, count_params(state.params)
+        print(f"{workdir}: {quantity(size, 'parameters')} of {folder} ({name}), step 0")
         if unused := rows - tokenizer.vocab_size:
             print(f"left out: {unused} of {rows:,} rows of the embedding, which have no token")
-    return {"parameters": parameters}
 
 
 def _check_settings(config, imported):

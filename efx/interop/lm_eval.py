@@ -32,7 +32,7 @@ from efx.layers.flops import count_params
 from efx.logging import tables
 from efx.parallel import sharding
 from efx.sampling import ROUTING, Sampler
-from efx.train import finished_run, setup
+from efx.train import inference
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -66,11 +66,11 @@ class EfxLM(TemplateLM):
 
     def __init__(self, workdir, step=None, batch_size=8, settings=(), **others):
         super().__init__()
-        if run_dir.holds_clustering(workdir):
+        if run_dir.RunDir(workdir).has_clustering:
             raise UsageError(f"--workdir={workdir}: an ensemble; use one of the runs in it")
         config = flags.parse(["efx", "--mode=evaluate", f"--workdir={workdir}", *settings]).config
-        built, self.step, params, variables = setup.finished(config, workdir, step)
-        if warning := finished_run.model_change_warning(built.config, workdir):
+        built, self.step, params, variables = inference.restore(config, workdir, step)
+        if warning := inference.model_change_warning(built.config, run_dir.RunDir(workdir)):
             warn(warning)
         self.model, self.efx_tokenizer = built.model, built.tokenizer
         self.variables = {"params": params, **variables}
@@ -78,7 +78,7 @@ class EfxLM(TemplateLM):
         self.max_length = self.model.context
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise UsageError(f"--batch_size={batch_size}: must be a number of at least 1")
-        shards = sharding.shard_count(self.mesh, self.rules, "batch")
+        shards = sharding.shard_count("batch", self.mesh, self.rules)
         self.batch_size = -(-int(batch_size) // shards) * shards
         self._placement = sharding.Placement(self.mesh, self.rules, self.batch_size)
         self._jitted_score = jax.jit(self._score, out_shardings=sharding.replicated(self.mesh))

@@ -232,17 +232,20 @@ class EfxAttention(nn.Module):
             self.q_norm = nn.RMSNorm(config.head_dim if per_head else q_width, config.norm_eps)
             self.k_norm = nn.RMSNorm(config.head_dim if per_head else kv_width, config.norm_eps)
 
-    def forward(self, x_BTD, tokens):
+    def forward(self, x_BTD, tokens, context=None):
+        """`context` = (input [B, S, D], its tokens): attend to these instead of to x."""
         c = self.config
-        q, k, v = self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD)
+        context_BSD, context_tokens = context or (x_BTD, tokens)
+        q, k, v = self.q_proj(x_BTD), self.k_proj(context_BSD), self.v_proj(context_BSD)
         if c.qk_norm == "width":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.unflatten(-1, (-1, c.head_dim)) for y in (q, k, v))
         if c.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
-            q, k = (apply_rotary(y, tokens.positions_BT, self.rope) for y in (q, k))
-        places_BS = tokens.places_BT
+            q = apply_rotary(q, tokens.positions_BT, self.rope)
+            k = apply_rotary(k, context_tokens.positions_BT, self.rope)
+        places_BS = context_tokens.places_BT
         if tokens.cache is not None:
             places_BS, k, v = tokens.cache.update(self.layer_idx, places_BS, k, v)
         groups = c.num_attention_heads // c.num_key_value_heads
@@ -322,12 +325,15 @@ class EfxBlock(GradientCheckpointingLayer):
     def forward(self, x_BTD, tokens):
         return x_BTD + self.increment(x_BTD, tokens)
 
-    def increment(self, x_BTD, tokens):
+    def increment(self, x_BTD, tokens, context=None):
+        """`context` = (states [B, S, D], their tokens): attend to these instead of to x."""
         norm_attention, norm_mlp = self.input_layernorm, self.post_attention_layernorm
         if self.kind == "post_norm":
-            a_BTD = norm_attention(self.self_attn(x_BTD, tokens))
+            a_BTD = norm_attention(self.self_attn(x_BTD, tokens, context))
             return a_BTD + norm_mlp(self.mlp(x_BTD + a_BTD, tokens))
-        a_BTD = self.self_attn(norm_attention(x_BTD), tokens)
+        if context is not None:
+            context = norm_attention(context[0]), context[1]
+        a_BTD = self.self_attn(norm_attention(x_BTD), tokens, context)
         mlp_in_BTD = x_BTD if self.kind == "parallel" else x_BTD + a_BTD
         return a_BTD + self.mlp(norm_mlp(mlp_in_BTD), tokens)
 
@@ -340,6 +346,7 @@ class EfxRoutedBlock(EfxBlock):
         training ("threshold"), or by a network of width `predictor_hidden` ("predictor").
       slack: the rate of `Tokens.admit` is slack times the block's capacity.
       router_norm: of the router's input, "none" or "rms". gate: of `GATES`.
+      kv_for_skipped: selected tokens attend to all tokens, not only to selected ones.
     """
 
     def __init__(self, config, layer_idx):
@@ -366,15 +373,17 @@ class EfxRoutedBlock(EfxBlock):
             first, activation, last = self.predictor
             logit_BT = in_float32(last, activation(in_float32(first, router_in_BTD)))[..., 0]
         admitted_BT, count_BT = tokens.admit(logit_BT > 0, self.rate, (self.layer_idx, None))
-        # In training at least one slot, so that all parameters have gradients, as
-        # DistributedDataParallel requires.
-        index_BC, is_used_BC = compact(admitted_BT, least=int(torch.is_grad_enabled()))
+        # At least one slot in training, so that all parameters have gradients, as
+        # DistributedDataParallel requires, and where skipped tokens write keys and values.
+        needs_slot = torch.is_grad_enabled() or self.routing["kv_for_skipped"]
+        index_BC, is_used_BC = compact(admitted_BT, least=int(needs_slot))
         if index_BC.shape[1] == 0:
             return x_BTD
         places_BC = take(tokens.places_BT, index_BC).masked_fill(~is_used_BC, -1)
         positions_BC, count_BC = take(tokens.positions_BT, index_BC), take(count_BT, index_BC)
         selected = Tokens(places_BC, positions_BC, count_BC, tokens.cache)
-        delta_BCD = self.increment(take(x_BTD, index_BC), selected)
+        context = (x_BTD, tokens) if self.routing["kv_for_skipped"] else None
+        delta_BCD = self.increment(take(x_BTD, index_BC), selected, context)
         gate_BC = GATES[self.routing["gate"]](take(score_BT, index_BC)) * is_used_BC
         gate_BC = gate_BC + 0 * take(logit_BT, index_BC)  # a gradient of 0 for the decision
         delta_BCD = (delta_BCD * gate_BC[..., None]).to(x_BTD.dtype)

@@ -17,7 +17,7 @@ from efx.errors import UsageError, is_primary
 from efx.models.stack import convert_layers, scan_params
 from efx.parallel import multihost, sharding
 from efx.routing import parameters
-from efx.train import setup
+from efx.train import inference, setup
 from efx.train import step as step_lib
 
 
@@ -30,7 +30,7 @@ class NewRun:
     lock: run_dir.Lock
 
     def training(self, vocab_size):
-        return setup.Training(setup.without_text(self.config, vocab_size))
+        return setup.Training(setup.experiment_without_data(self.config, vocab_size))
 
     def write(self, state, files, **entries):
         """Write the run directory with the checkpoint of step 0.
@@ -40,7 +40,7 @@ class NewRun:
         """
         self.lock.take()
         record = self.files.commit(files, **entries)
-        with setup.checkpointer(self.files.path, self.config.checkpoint) as checkpoints:
+        with inference.checkpointer(self.files.run.path, self.config.checkpoint) as checkpoints:
             meta = {"seconds": 0.0, "flops": {"nominal": 0.0, "realised": 0.0}, "record": record}
             checkpoints.save(0, state, state_at(0), meta)
 

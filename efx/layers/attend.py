@@ -58,7 +58,7 @@ def attend(
     Returns: [B, T, N, H].
     """
     _, length, num_heads, head_dim = q_BTNH.shape
-    is_sharded, is_packed = sharding.ways("length") > 1, segment_ids_BT is not None
+    is_sharded, is_packed = sharding.shard_count("length") > 1, segment_ids_BT is not None
     if kernel != "xla" and (kernel != "auto" or sharding.platform() != "cpu"):
         shape = length, num_heads, k_BSKH.shape[2], head_dim, q_BTNH.dtype
         mask = window, softcap, has_gaps, is_packed, is_sharded, drop_probs is not None
@@ -125,7 +125,7 @@ def _shards_evenly(k_BKSH):
     as for the single row of initialisation, the partitioner decides."""
     q_axes, kv_axes = (nn.logical_to_mesh_axes((name,)) for name in ("act_heads", "act_kv_heads"))
     sizes = zip(("batch", "act_kv_heads", "length"), k_BKSH.shape, strict=False)
-    return q_axes == kv_axes and all(size % sharding.ways(name) == 0 for name, size in sizes)
+    return q_axes == kv_axes and all(size % sharding.shard_count(name) == 0 for name, size in sizes)
 
 
 def _attend_sharded(chunk, window, softcap, q_BKGTH, k_BKSH, v_BKSH, tokens):
@@ -135,7 +135,7 @@ def _attend_sharded(chunk, window, softcap, q_BKGTH, k_BKSH, v_BKSH, tokens):
     keys after its queries.
     """
     batch, _, length, _ = k_BKSH.shape
-    shard_length = length // sharding.ways("length")
+    shard_length = length // sharding.shard_count("length")
     query_spans = tuple(span._replace(keys=length) for span in spans(shard_length, chunk))
     tokens = jax.tree.map(lambda y: jnp.broadcast_to(y, (batch, length)), tokens)
     axes = [("batch", "act_kv_heads", None, "length"), *[("batch", "act_kv_heads")] * 2]

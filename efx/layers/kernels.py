@@ -108,7 +108,7 @@ def _log_once(level, message):
 
 def _unsupported(name, case):
     """The reason why a kernel cannot compute a case on these devices, or None."""
-    platform, ways = sharding.platform(), sharding.ways("act_heads")
+    platform, ways = sharding.platform(), sharding.shard_count("act_heads")
     if KERNELS[name].platform != platform:
         return f"runs only on a {KERNELS[name].platform}, but the devices here are {platform!r}"
     checks = [
@@ -138,7 +138,7 @@ def _unsupported(name, case):
 def _repeat_kv_heads(num_heads, *arrays_BTKH):
     """Repeat heads of keys and values until they divide over the devices that shard query heads:
     over 4 devices the one kv head of 8 query heads is repeated 4 times."""
-    kv_heads, ways = arrays_BTKH[0].shape[2], sharding.ways("act_heads")
+    kv_heads, ways = arrays_BTKH[0].shape[2], sharding.shard_count("act_heads")
     groups = num_heads // kv_heads
     times = next(n for n in range(1, groups + 1) if groups % n == 0 and kv_heads * n % ways == 0)
     return [jnp.repeat(y, times, axis=2) if times > 1 else y for y in arrays_BTKH]
@@ -187,7 +187,7 @@ def splash(case, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, scale, interpret=False)
     if not jax.sharding.get_abstract_mesh().empty:
         # The partitioner cannot split a kernel. Rows that do not divide over the devices, such as
         # the one of initialisation, are computed by each of them.
-        rows = "batch" if q_BTNH.shape[0] % sharding.ways("batch") == 0 else None
+        rows = "batch" if q_BTNH.shape[0] % sharding.shard_count("batch") == 0 else None
         spec = nn.logical_to_mesh_axes((rows, None, "act_heads", None))
         specs = (spec, spec, spec, PartitionSpec(spec[0], None))[: len(arrays)]
         local = jax.shard_map(local, in_specs=specs, out_specs=spec, check_vma=False)

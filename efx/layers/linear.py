@@ -70,7 +70,7 @@ def matmul(x, w, axis=0, float32_output=False):
     and tokens cannot be sharded over them.
     """
     shape = x.shape[:-1]
-    if sharding.ways("length") == 1:
+    if sharding.shard_count("length") == 1:
         x = x.reshape(math.prod(shape), x.shape[-1])
     y = matmul_float32(x, w, axis) if float32_output else jnp.dot(x, w)
     return y.reshape(*shape, y.shape[-1])

@@ -182,8 +182,8 @@ class MoE(MLP):
             return y_BTD + sum_fn(experts, x_BTD, index_EBC, *choices)
 
         # `slots` counts from the start of a sequence: a later chunk may have more admitted tokens.
-        start_BTD = jnp.zeros(x_BTD.shape, jnp.float32)
-        return selection.loop_over_selected(experts, computed_BTE, slots, start_BTD, add_round)
+        zeros_BTD = jnp.zeros(x_BTD.shape, jnp.float32)
+        return selection.loop_over_selected(experts, computed_BTE, slots, zeros_BTD, add_round)
 
     # ---- losses and statistics ----
 
@@ -298,8 +298,8 @@ def sum_over_experts(experts, x_BTD, index_EBC, weight_BTE):
         index_BC, y_BCD, weight_BC = expert
         return selection.scatter_add(y_BTD, index_BC, selection.scale(y_BCD, weight_BC)), None
 
-    start_BTD = jnp.zeros(x_BTD.shape, jnp.float32)
-    return jax.lax.scan(add_expert, start_BTD, (index_EBC, y_EBCD, weight_EBC))[0]
+    zeros_BTD = jnp.zeros(x_BTD.shape, jnp.float32)
+    return jax.lax.scan(add_expert, zeros_BTD, (index_EBC, y_EBCD, weight_EBC))[0]
 
 
 def run_experts(experts, x_EBCD):

@@ -29,7 +29,7 @@ SCALED_FAN_IN = frozenset({
 })  # fmt: skip
 HEAD = "head"  # the output layer, which the factor on the logits scales instead
 # Adam-like: the size of an update does not depend on the size of the gradient.
-OPTIMIZERS = ("adamw", "lion", "schedule_free_adamw")
+OPTIMIZERS = ("adamw", "lion")
 
 
 class Deviations(NamedTuple):

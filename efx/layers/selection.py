@@ -82,7 +82,7 @@ def largest(scores_BT, rate, valid_BT):
     length = scores_BT.shape[1]
     count = min(num_slots(rate, length) + 1, length)
     scores_BT = jnp.where(valid_BT, scores_BT, -jnp.inf)
-    if sharding.ways("batch") == 1:
+    if sharding.shard_count("batch") == 1:
         return jax.lax.top_k(scores_BT, count)[0]
     # For `jax.lax.top_k` a mesh that splits the rows would gather all of them on each device.
     return jnp.sort(scores_BT, axis=1, descending=True)[:, :count]

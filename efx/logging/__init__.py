@@ -6,14 +6,13 @@ is not finite is null (JSON has no NaN; pandas reads null as NaN).
 No module here imports JAX when it is imported, so that a notebook can read and plot a run without.
 """
 
-from efx.logging.progress import Progress, duration, portion, quantity
+from efx.logging.progress import Progress, duration, quantity
 from efx.logging.writer import MetricsWriter, read_metrics
 
 __all__ = [
     "MetricsWriter",
     "Progress",
     "duration",
-    "portion",
     "quantity",
     "read_metrics",
 ]

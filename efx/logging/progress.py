@@ -112,24 +112,6 @@ def quantity(value, unit=""):
     return f"{number} {prefix}{unit}" if is_symbol else f"{number}{prefix} {unit}".rstrip()
 
 
-def portion(fractions):
-    """Describe the part of the held-out split that losses are taken over.
-
-    "whole held-out split", or "25% of the held-out split" if `config.evaluate.max_batches` limits
-    it; of several runs "25% to 100% of the held-out split".
-
-    Args:
-      fractions: one a run; None: not recorded.
-    """
-    if None in fractions:
-        return "held-out split"
-    low, high = min(fractions), max(fractions)
-    if low == 1:
-        return "whole held-out split"
-    upper = f" to {100 * high:.3g}%" if high > low else ""
-    return f"{100 * low:.3g}%{upper} of the held-out split"
-
-
 def duration(seconds):
     """Return seconds as H:MM:SS, with days from one day on."""
     return str(datetime.timedelta(seconds=round(seconds)))

@@ -220,9 +220,9 @@ class Adapter(nn.Module):
             y_BCF = self._weighted_sum(x_BCD, weight_BC1, down_DR[None], up_RF[None])
             return selection.scatter_add(y_BTF, index_BC, y_BCF), None
 
-        start_BTF = jnp.zeros((batch, length, self.features), jnp.float32)
+        zeros_BTF = jnp.zeros((batch, length, self.features), jnp.float32)
         experts = index_EBC, jnp.moveaxis(weight_BTE, 2, 0), down_EDR, up_ERF
-        return jax.lax.scan(add_expert, start_BTF, experts)[0]
+        return jax.lax.scan(add_expert, zeros_BTF, experts)[0]
 
     def _report(self, weight_BTE, call):
         """Sow statistics of the weights; experts with weight 0 are not used."""

@@ -41,44 +41,32 @@ def make_mesh(mesh_config, devices=None):
         sizes[inferred[0]] = len(devices) // fixed
     # Auto, not Explicit: linen's logical constraints are hints to the partitioner.
     return jax.sharding.Mesh(
-        _arranged(devices, sizes, settings.get("dcn_data", 0)),
+        _arranged(devices, sizes),
         MESH_AXES,
         axis_types=(AxisType.Auto,) * len(MESH_AXES),
     )
 
 
-def _arranged(devices, sizes, groups):
-    """Return the devices as an array of these sizes.
-
-    Args:
-      groups: `config.mesh.dcn_data`, the number of groups of devices that a slower network
-        connects; only the axis `data` spans them. 0: the number of TPU slices.
-    """
-    is_tpu = devices[0].platform == "tpu"
-    # Of a GPU the slice index is that of its machine. A single slice may have none.
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
-    groups = groups or (slices if is_tpu else 1)
-    if groups == 1 and not is_tpu:
+def _arranged(devices, sizes):
+    """Return the devices as an array of these sizes; only the axis `data` spans TPU slices."""
+    if devices[0].platform != "tpu":
         # In the order of processes: GPUs and CPUs report no topology.
         return np.array(devices).reshape(tuple(sizes.values()))
-    if sizes["data"] % groups:
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if sizes["data"] % slices:
         raise UsageError(
-            f"config.mesh={sizes}: data={sizes['data']} must be a multiple of the {groups} groups "
-            "of devices on the slower network (config.mesh.dcn_data; TPU slices)"
+            f"config.mesh={sizes}: data={sizes['data']} must be a multiple of the {slices} TPU "
+            "slices"
         )
-    inner = (sizes["data"] // groups, *list(sizes.values())[1:])
+    inner = (sizes["data"] // slices, *list(sizes.values())[1:])
     options = dict(devices=devices, allow_split_physical_axes=True)
     try:
-        if groups == slices == 1:
+        if slices == 1:
             return mesh_utils.create_device_mesh(inner, **options)
-        outer = (groups, *(1,) * (len(sizes) - 1))
-        # Without slices the groups are processes.
-        return mesh_utils.create_hybrid_device_mesh(
-            inner, outer, process_is_granule=slices == 1, **options
-        )
+        outer = (slices, *(1,) * (len(sizes) - 1))
+        return mesh_utils.create_hybrid_device_mesh(inner, outer, **options)
     except (ValueError, NotImplementedError, AssertionError) as error:
         problem = " ".join(str(error).split()) or type(error).__name__
         raise UsageError(
-            f"config.mesh={sizes} with config.mesh.dcn_data={groups} does not fit these "
-            f"{len(devices)} devices: {problem}"
+            f"config.mesh={sizes} does not fit these {len(devices)} devices: {problem}"
         ) from error

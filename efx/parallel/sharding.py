@@ -84,10 +84,11 @@ def unsplit(rules, *names):
     return tuple((name, None if name in names else axes) for name, axes in rules)
 
 
-def shard_count(mesh, rules, name):
-    """Return the number of shards of a logical axis."""
-    axes = nn.logical_to_mesh_sharding(PartitionSpec(name), mesh, rules).spec[0]
-    return num_devices(mesh, _as_tuple(axes))
+def shard_count(name, mesh=None, rules=None):
+    """Return the number of shards of a logical axis, by the current mesh and rules if none are
+    given."""
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    return 1 if mesh.empty else num_devices(mesh, *mesh_axes((name,), rules))
 
 
 def _as_tuple(axes):
@@ -143,15 +144,9 @@ def platform():
     return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
 
 
-def ways(name):
-    """Return the number of devices over which the current mesh and rules split a logical axis."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty else num_devices(mesh, *mesh_axes((name,)))
-
-
-def mesh_axes(names):
-    """Return for each logical axis the tuple of mesh axes that splits it, by the current rules."""
-    return [_as_tuple(axes) for axes in nn.logical_to_mesh_axes(names)]
+def mesh_axes(names, rules=None):
+    """Return for each logical axis the tuple of mesh axes that splits it; rules: None: current."""
+    return [_as_tuple(axes) for axes in nn.logical_to_mesh_axes(names, rules)]
 
 
 # ---- constraints in the model ------------------------------------------------------------------
@@ -169,7 +164,7 @@ def constrain(x, *axes):
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
-    if "length" in axes and x.shape[axes.index("length")] % ways("length"):
+    if "length" in axes and x.shape[axes.index("length")] % shard_count("length"):
         axes = tuple(None if name == "length" else name for name in axes)
     try:
         return nn.with_logical_constraint(x, axes, fallback=nn.spmd.RulesFallback.RAISE_ERROR)

@@ -92,7 +92,7 @@ def numbers(flag, text):
 
 def config_of_model(workdir):
     """Return the ConfigDict of a run; UsageError for an ensemble, which is not one model."""
-    if run_dir.holds_clustering(workdir):
+    if run_dir.RunDir(workdir).has_clustering:
         raise UsageError(f"{workdir} is an ensemble of cBTM; use the run directory of one expert")
     return config_of_run(workdir)
 

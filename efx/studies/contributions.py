@@ -42,9 +42,9 @@ from efx.models.stack import Layer
 from efx.parallel import sharding
 from efx.routing.mod import MoDBlock
 from efx.studies import cli
-from efx.train import setup
+from efx.train import inference
+from efx.train.eval_step import make_eval_step
 from efx.train.health import ASLEEP
-from efx.train.step import make_eval_step
 
 ROUTED, ADAPTERS = "routed layers", "adapters"
 
@@ -172,7 +172,7 @@ def switch_parts(on):
 def measure(workdir, num_batches, step=None):
     """Return (DataFrame with a row for each part, held-out loss with all parts on)."""
     config = cli.config_of_model(workdir)
-    built, _, params, variables = setup.finished(config, workdir, step, ("eval",))
+    built, _, params, variables = inference.restore(config, workdir, step, ("eval",))
     c, model = built.config, models.unrolled(built.model)
     variables = models.unroll_variables(built.model, {"params": params, **variables})
     params, eval_step = variables.pop("params"), make_eval_step(model.clone(selection="causal"), c)

@@ -44,7 +44,7 @@ def convert(arguments, parent, stage, fraction, seed, flops):
     """Convert a parent, unless that was done; return the Run that trains the conversion."""
     title, to, variant = CONVERSIONS[stage]
     folder = parent.folder.parent / f"{stage}_{100 * fraction:g}"
-    if not run_dir.holds_result(folder):
+    if not run_dir.RunDir(folder).has_result:
         config = with_variants(arguments.config, *filter(None, [variant]))
         words = (f"--config={config}", "--mode=convert", f"--from={parent.folder}", f"--to={to}")
         words += (f"--workdir={folder}", f"--config.seed={seed}")

@@ -29,7 +29,7 @@ from efx.models.stack import Layer
 from efx.parallel import sharding
 from efx.studies import cli
 from efx.train import setup
-from efx.train.step import evaluation_keys
+from efx.train.eval_step import evaluation_keys
 
 MEASURED = (Layer, Compress, Upsample)
 VOCABULARY = 256
@@ -60,22 +60,17 @@ def study(arguments):
         for name, base in (("muP", widths[0]), ("standard", 0))
         for width in widths
     }
-    sizes = {key: activation_sizes(config, arguments.steps) for key, config in configs.items()}
-    table = pd.DataFrame(sizes).rename_axis(columns=["parametrisation", "width"])
+    table = pd.DataFrame({
+        f"{name} {width}": activation_sizes(config, arguments.steps)
+        for (name, width), config in configs.items()
+    })  # fmt: skip
     for name in ("muP", "standard"):
-        table[name, "last / first"] = table[name, widths[-1]] / table[name, widths[0]]
-    folder = io.folder(arguments.out)
-    folder.mkdir(parents=True, exist_ok=True)
-    table.to_csv(folder / "coord_check.csv")
-    titles = ["mean of absolute values", *(f"{name} {width}" for name, width in table)]
-    rows = [
-        [name, *(f"{x:.4g}" for x in row)]
-        for name, row in zip(table.index, table.values, strict=True)
-    ]
-    text = tables.markdown(titles, rows) + "\n"
-    io.write_atomic(folder / "coord_check.md", text)
-    draw(table, widths, folder / "coord_check.png")
-    print(text)
+        ratio = table[f"{name} {widths[-1]}"] / table[f"{name} {widths[0]}"]
+        table[f"{name} last / first"] = ratio
+    rows = [[module, *map("{:.4g}".format, sizes)] for module, *sizes in table.itertuples()]
+    text = tables.markdown(["mean of absolute values", *table], rows) + "\n"
+    tables.save(arguments.out, "coord_check", table.rename_axis("module").reset_index(), text)
+    draw(table, widths, io.folder(arguments.out) / "coord_check.png")
 
 
 def config_at_width(arguments, width, base_width):
@@ -115,7 +110,7 @@ def _scaled(key, size, width, old_width):
 
 def activation_sizes(config, steps):
     """Return {module: mean |x|} after training."""
-    e = setup.without_text(to_config(config), VOCABULARY)
+    e = setup.experiment_without_data(to_config(config), VOCABULARY)
     size, length, seed = e.config.data.batch_size, e.config.data.seq_len, np.uint32(e.config.seed)
     tokens_BT1 = np.random.default_rng(0).integers(0, VOCABULARY, (size, length + 1), np.int32)
     batch = {"inputs": tokens_BT1[:, :-1], "targets": tokens_BT1[:, 1:]}
@@ -159,7 +154,8 @@ def draw(table, widths, path):
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     for axes, name in zip(figure.subplots(1, 2, sharey=True), ("muP", "standard"), strict=True):
-        axes.plot(widths, table[name][widths].T, marker="o", label=list(table.index))
+        sizes = table[[f"{name} {width}" for width in widths]]
+        axes.plot(widths, sizes.T, marker="o", label=list(table.index))
         axes.set(title=name, xlabel="width", ylabel="mean |activation|", yscale="log")
         axes.set_xscale("log", base=2)
     axes.legend(fontsize="small")

@@ -25,7 +25,7 @@ def read_runs(paths):
     was not logged. runs has run, path, seed, text, tokenizer, the differing `settings`, and
     `diverged`, whether the last value of a loss is not finite.
     """
-    configs = [run_dir.dotted(run_dir.recorded_config(path)) for path in paths]
+    configs = [run_dir.dotted(run_dir.RunDir(path).config) for path in paths]
     keys = [
         key
         for key in dict.fromkeys(key for config in configs for key in config)
@@ -48,7 +48,7 @@ def read_runs(paths):
             table[column] = filled
         table.insert(0, "run", name)
         tables.append(table)
-        record = run_dir.run_record(path)
+        record = run_dir.RunDir(path).record
         settings = ", ".join(f"{key}={config[key]}" for key in keys if key in config)
         rows.append({"run": name, "path": str(path), "settings": settings}
                     | {"seed": config.get("seed"), "tokenizer": record.get("tokenizer")}

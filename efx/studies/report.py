@@ -48,19 +48,20 @@ def curves(table, column):
     labels = {column: CURVES.get(column, column), "value": ""}
     figure = px.line(rows, x="value", y=column, color="run", facet_col="axis", markers=True,
                      labels=labels, template="plotly_white", height=330)  # fmt: skip
+    figure.for_each_annotation(lambda title: title.update(text=title.text.removeprefix("axis=")))
     return figure.update_xaxes(matches=None)
 
 
 def table_of_runs(runs, last):
     """Return the table of runs as HTML. last: the last value of each metric, by run."""
-    cells = runs[["run", "settings"]]
+    cells = runs[["run", "settings"]].copy()
     for name, title in COLUMNS.items():
         if name in last:
             values = last[name][runs.run].map("{:.5g}".format).replace("nan", "–").to_numpy()
             is_diverged = runs.diverged & (name in metrics.LOSSES)
             cells[title] = np.where(is_diverged, "diverged", values)
     with pd.option_context("display.max_colwidth", None):
-        return cells.to_html(index=False, border=0, table_id="runs")
+        return cells.to_html(index=False, border=0, justify="left", table_id="runs")
 
 
 def page(paths):
@@ -85,6 +86,7 @@ def page(paths):
         "runs": table_of_runs(runs, table.groupby("run", sort=False).last()),
         "samples": "\n".join(samples) or "<p>none</p>",
         "figures": "\n".join(figures),
+        # Last, because it may contain the names of parts.
         "plotly": f"<script>{plotly.offline.get_plotlyjs()}</script>",
     }
     text = TEMPLATE.read_text(encoding="utf-8")

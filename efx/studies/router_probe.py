@@ -33,8 +33,8 @@ from efx.logging import tables
 from efx.parallel import sharding
 from efx.studies import cli, token_choices
 from efx.studies.metrics import read_runs
-from efx.train import setup
-from efx.train.step import evaluation_keys
+from efx.train import inference
+from efx.train.eval_step import evaluation_keys
 
 MIN_TOKENS = 1000
 BINS = 32  # of equally many tokens, for numeric features
@@ -58,7 +58,7 @@ def measure(workdir, num_tokens, step=None):
     Computed is NaN for tokens without a decision: those that left a recursion earlier.
     """
     config = config_of_run(workdir)
-    built, step, params, variables = setup.finished(config, workdir, step, ("train", "eval"))
+    built, step, params, variables = inference.restore(config, workdir, step, ("train", "eval"))
     length, size = built.config.data.seq_len, built.config.evaluate.batch_size
     variables = sharding.gather({"params": params, **variables})
     map_tokens = token_choices.TokenMapper(built.model, variables)
@@ -220,7 +220,7 @@ def study(arguments):
             )
         for block, (computed_N, score_N) in blocks.items():
             row = {"run": pathlib.Path(workdir).name, "block": block}
-            row |= {"seed": run_dir.recorded_setting(workdir, "seed")}
+            row |= {"seed": run_dir.RunDir(workdir).setting("seed")}
             rows.append(row | probe(tokens, computed_N, score_N))
     table = pd.DataFrame(rows)
     folder.mkdir(parents=True, exist_ok=True)

@@ -22,8 +22,8 @@ from efx import io, run_dir
 from efx.errors import UsageError
 from efx.parallel import sharding
 from efx.studies import cli, token_choices
-from efx.train import health, setup
-from efx.train.step import evaluation_keys
+from efx.train import health, inference
+from efx.train.eval_step import evaluation_keys
 
 TEMPLATE = pathlib.Path(__file__).with_suffix(".html")
 
@@ -36,7 +36,7 @@ def map_of_run(workdir, text=None, tokens=512, step=None):
     """
     config = cli.config_of_model(workdir)
     splits = ("eval",) if text is None else ()
-    built, step, params, variables = setup.finished(config, workdir, step, splits)
+    built, step, params, variables = inference.restore(config, workdir, step, splits)
     if text is None:
         ids, following = _held_out(built.data, max(0, min(tokens, built.model.context)))
     else:
@@ -120,7 +120,7 @@ def page(workdir, text=None, tokens=512, step=None):
 
 
 def study(arguments):
-    run_dir.recorded_config(arguments.run)
+    _ = run_dir.RunDir(arguments.run).config  # raises unless it is a run
     out = cli.output_file(arguments.out, ".html")
     text, table = page(arguments.run, arguments.text, arguments.tokens, arguments.step)
     io.write_atomic(out, text)

@@ -123,7 +123,7 @@ def run_all(runs, jobs=1):
             signal.signal(number, lambda number, frame: received.append(signal.Signals(number)))
     try:
         while (missing or running) and not received:
-            while missing and free_cpus:
+            while missing and free_cpus and not received:
                 run, cpus = missing.pop(0), free_cpus.pop(0)
                 running[start(run, cpus)] = run, cpus
             for process in [each for each in running if each.poll() is not None]:
@@ -195,22 +195,22 @@ def _split_cpus(jobs):
 
 def is_finished(run):
     """Whether a run is at its last step, evaluated and sampled."""
-    from efx.train import run_files, trainer
+    from efx.train import launch, trainer
 
-    if not run_dir.holds_result(run.folder) or any(a == "--mode=evaluate" for a in run.arguments):
+    found = run_dir.RunDir(run.folder)
+    if not found.has_result or any(a == "--mode=evaluate" for a in run.arguments):
         return False
     config = run.config()
-    step, meta = run_dir.newest_meta(run.folder)
-    if step is None or meta.get("last_step") != step:
+    if found.step is None or found.meta.get("last_step") != found.step:
         return False
     try:
         plain = schema.as_dict(config)
-        changed = run_dir.check_config(run.folder, plain, run_files.MAY_DIFFER, with_new_defaults)
+        changed = found.check_config(plain, launch.MAY_DIFFER, with_new_defaults)
     except UsageError:
         return False  # the command reports it
     if changed.keys() & {"steps", "train_flops"}:
         return False
-    return not trainer.missing_work(config, run.folder, step, step)
+    return not trainer.missing_work(config, run.folder, found.step, found.step)
 
 
 def results(runs):
@@ -233,7 +233,7 @@ def results(runs):
         last["min:eval/loss"] = min(losses) if is_finite else None
         if log_of(run).exists():
             last["seconds"] = math.nan
-        record = run_dir.run_record(run.folder)
+        record = run_dir.RunDir(run.folder).record
         launch = record["launches"][-1]
         rows.append(
             run.labels

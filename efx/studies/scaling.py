@@ -18,7 +18,6 @@ more than its parameters has no interval, as its misfit is unknown.
 import dataclasses
 
 import numpy as np
-import pandas as pd
 from scipy.interpolate import PchipInterpolator
 from scipy.optimize import least_squares, nnls
 
@@ -38,23 +37,12 @@ def mean_points(points):
     Columns: budget, size, parameters, tokens, flops_per_token, loss, std, n, and `deviations`, the
     seeds' losses minus their mean.
     """
-    rows = []
-    for (budget, size), group in points.groupby(["budget", "size"], sort=False):
-        loss = group.loss.to_numpy()
-        rows.append(
-            {
-                "budget": budget,
-                "size": size,
-                "parameters": group.parameters.mean(),
-                "tokens": group.tokens.mean(),
-                "flops_per_token": (group.flops / group.tokens).mean(),
-                "loss": loss.mean(),
-                "std": loss.std(ddof=1) if len(loss) > 1 else np.nan,
-                "n": len(loss),
-                "deviations": loss - loss.mean(),
-            }
-        )
-    return pd.DataFrame(rows).sort_values(["budget", "parameters"], ignore_index=True)
+    points = points.assign(flops_per_token=points.flops / points.tokens)
+    groups = points.groupby(["budget", "size"], sort=False)
+    means = groups[["parameters", "tokens", "flops_per_token", "loss"]].mean()
+    means["std"], means["n"] = groups.loss.std(), groups.size()
+    means["deviations"] = [loss.to_numpy() - loss.mean() for _, loss in groups.loss]
+    return means.reset_index().sort_values(["budget", "parameters"], ignore_index=True)
 
 
 def within(means, factor):
@@ -142,13 +130,13 @@ def fit_law(means, losses, start=None):
     return Law(E, A * np.exp(a * x.mean()), B * np.exp(b * z.mean()), a, b), fitted
 
 
-def interpolate(means, column):
-    """Return a function of parameters that interpolates a column, both in logarithms.
+def flops_per_token(means):
+    """Return a function of parameters that interpolates FLOPs a token, both in logarithms.
 
     6 N FLOPs a token would be wrong for routed and for small models. Beyond the measured sizes the
     end slopes continue.
     """
-    table = means.groupby("parameters")[column].mean()
+    table = means.groupby("parameters").flops_per_token.mean()
     x, y = np.log(table.index.to_numpy()), np.log(table.to_numpy())
     inside, slopes = PchipInterpolator(x, y), np.diff(y) / np.diff(x)
 
@@ -172,7 +160,7 @@ class LawFit:
     """
 
     def __init__(self, means, draws, rng):
-        self.means, self._flops_per_token = means, interpolate(means, "flops_per_token")
+        self.means, self._flops_per_token = means, flops_per_token(means)
         self.law, fitted = fit_law(means, means.loss.to_numpy())
         start = self.law.a, self.law.b
         drawn = [fit_law(means, losses, start)[0] for losses in _draws(means, fitted, draws, rng)]

@@ -7,13 +7,13 @@ import jax
 import numpy as np
 
 from efx.errors import UsageError, nearest
-from efx.logging import portion
 from efx.models.adapters import ADAPTERS
 from efx.models.costs import MASKS
 from efx.parallel import sharding
 from efx.routing.reports import DEPTH, EXPERTS
 from efx.train import health, losses, memory
-from efx.train.step import batch_shapes, by_layer, make_eval_step
+from efx.train.eval_step import by_layer, make_eval_step
+from efx.train.step import batch_shapes
 
 # In the order of the logged line, see `describe`.
 REPORTS = (DEPTH, EXPERTS, ADAPTERS, MASKS, health.INCREMENTS)
@@ -58,7 +58,7 @@ def steps(model, config, mesh, rules):
             make_eval_step(
                 model.clone(selection=selection),
                 config,
-                groups=sharding.shard_count(mesh, rules, "batch"),
+                groups=sharding.shard_count("batch", mesh, rules),
             ),
             out_shardings=sharding.replicated(mesh),
         )
@@ -206,10 +206,10 @@ class Evaluator:
         return stats | means | {"tokens": tokens}
 
 
-def cut(metrics):
+def describe_scored_part(metrics):
     """ " over 25% of the held-out split", or "" if all of it was scored."""
     fraction = metrics["eval/split_fraction"]
-    return f" over {portion([fraction])}" if fraction < 1 else ""
+    return f" over {100 * fraction:.3g}% of the held-out split" if fraction < 1 else ""
 
 
 def bits(metrics, form):
@@ -222,7 +222,7 @@ def describe(step, metrics):
     """One line about an evaluation."""
     line = (
         f"step {step}: held-out loss {metrics['eval/loss']:.4f} nats"
-        f"{bits(metrics, ', {} bits per byte')}{cut(metrics)}"
+        f"{bits(metrics, ', {} bits per byte')}{describe_scored_part(metrics)}"
     )
     for report in REPORTS:
         for name, words in report.words.items():
@@ -244,7 +244,7 @@ def describe(step, metrics):
     return line
 
 
-def scored(data, config, tokens):
+def describe_scored_text(data, config, tokens):
     """One line about the scored text: its name, its size and the scored part of it.
 
     Args:

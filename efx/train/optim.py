@@ -13,7 +13,6 @@
   drop the work of computing them.
 """
 
-import logging
 import re
 from typing import NamedTuple
 
@@ -22,14 +21,12 @@ import optax
 from flax import traverse_util
 from flax.core import meta
 
-from efx.checkpoint.params import average
 from efx.config.run import OptimConfig
 from efx.config.schema import make
 from efx.errors import UsageError
 from efx.layers import mup
 from efx.routing.parameters import params_pattern
 
-_log = logging.getLogger(__name__)
 # Muon's orthogonal updates are scaled by 0.2 sqrt(max(in, out)), the size of AdamW's (arXiv
 # 2502.16982, section 2.2), so that one learning rate and one decay serve both.
 MUON_UPDATE_RMS = 0.2
@@ -51,9 +48,6 @@ def make_optimizer(config_optim, total_steps, params_shapes, mup_ratio=1.0):
       UsageError: a value or a pattern of config.optim is wrong.
     """
     c = make(OptimConfig, config_optim)
-    if c.name == "schedule_free_adamw":
-        _check_schedule_free(c)
-    _warn_about_schedule(c.schedule, total_steps)
     schedule = make_schedule(c, total_steps)
     groups = parameter_groups(c, params_shapes, mup_ratio)
     shapes = meta.unbox(params_shapes)
@@ -68,9 +62,6 @@ def make_optimizer(config_optim, total_steps, params_shapes, mup_ratio=1.0):
         optax.scale_by_learning_rate(schedule),
         _scale_leaves(per_leaf(lambda group: group.multiplier)),
     )
-    if c.name == "schedule_free_adamw":
-        # optax calls this schedule with a count that starts from 1, the inner one from 0.
-        rule = optax.contrib.schedule_free(rule, lambda count: schedule(count - 1), b1=c.b1)
     trained = optax.chain(
         optax.snapshot(_GRAD_NORM, optax.tree.norm),
         optax.clip_by_global_norm(c.clip_norm) if c.clip_norm else optax.identity(),
@@ -83,16 +74,6 @@ def make_optimizer(config_optim, total_steps, params_shapes, mup_ratio=1.0):
 def grad_norm(opt_state):
     """Global norm, before clipping, of the last gradient of the trained parameters; f32[]."""
     return optax.tree.get(opt_state, _GRAD_NORM)
-
-
-def _check_schedule_free(c):
-    if not c.b1:
-        raise UsageError("config.optim.b1=0.0: must be more than 0 for schedule_free_adamw")
-    if c.schedule.kind != "constant":
-        raise UsageError(
-            f"config.optim.schedule.kind={c.schedule.kind!r}: must be 'constant' for "
-            "schedule_free_adamw (its averaging replaces the decay; warm-up is allowed)"
-        )
 
 
 # ---- schedules -----------------------------------------------------------------------------------
@@ -147,22 +128,6 @@ def _warmup_steps(shape, total_steps):
 def _wsd_decay_steps(shape, end):
     """Number of decay steps of a `wsd` schedule that ends at step `end`; 0 for other kinds."""
     return max(1, round(shape.decay_fraction * end)) if shape.kind == "wsd" else 0
-
-
-def _warn_about_schedule(shape, total_steps):
-    warmup = _warmup_steps(shape, total_steps)
-    if warmup < shape.warmup_steps:
-        _log.warning(
-            "config.optim.schedule.warmup_steps=%d: does not fit into the run of %d steps; "
-            "warming up for %d",
-            *(shape.warmup_steps, total_steps, warmup),
-        )
-    if shape.decay_steps > total_steps:  # right for a run that will be extended
-        _log.warning(
-            "config.optim.schedule.decay_steps=%d: is past the last step, config.steps=%d; the "
-            "learning rate will not reach its final value",
-            *(shape.decay_steps, total_steps),
-        )
 
 
 # ---- parameter groups ----------------------------------------------------------------------------
@@ -245,9 +210,6 @@ def _direction(c, per_leaf):
         return optax.scale_by_lion(b1=c.b1, b2=c.b2)
     if c.name == "sgd":
         return optax.trace(decay=c.momentum) if c.momentum else optax.identity()
-    if c.name == "schedule_free_adamw":
-        # Adam without its first moment, which `optax.contrib.schedule_free` replaces.
-        return optax.scale_by_rms(decay=c.b2, eps=c.eps, eps_in_sqrt=False, bias_correction=True)
     adam = optax.scale_by_adam(b1=c.b1, b2=c.b2, eps=c.eps)
     if c.name == "adamw":
         return adam
@@ -272,31 +234,3 @@ def _scale_leaves(factors):
         return jax.tree.map(lambda u: u * factor, subtree)
 
     return optax.stateless(lambda updates, _: jax.tree.map(scale_subtree, factors, updates))
-
-
-# ---- averaged parameters -------------------------------------------------------------------------
-
-
-def keeps_averages(optimizer_name):
-    """Whether evaluation parameters are computed from the optimiser's state."""
-    return optimizer_name == "schedule_free_adamw"
-
-
-def eval_params(optimizer_name, opt_state, params):
-    """The parameters to evaluate, sample and export with.
-
-    `schedule_free_adamw` trains at y, between the base iterate z and the average x, and is
-    evaluated at x (Defazio et al. 2024, arXiv 2405.15682). Other optimisers evaluate at the trained
-    parameters, as all do for frozen ones.
-    """
-    if not keeps_averages(optimizer_name):
-        return params
-    state = optax.tree.get(opt_state, "ScheduleFreeState")
-
-    def is_frozen(z):
-        return isinstance(z, optax.MaskedNode)
-
-    def evaluated(z, y):
-        return y if is_frozen(z) else average(y, z, state.b1)
-
-    return jax.tree.map(evaluated, state.z, params, is_leaf=is_frozen)

@@ -8,31 +8,10 @@ import jax
 
 from efx.layers.flops import count_params, device_peak
 from efx.logging import duration, quantity
-from efx.train.evaluator import bits, cut
+from efx.train.evaluator import bits, describe_scored_part
 
 # Logged at their latest value; other metrics are averaged over the steps since the last row.
 LATEST_VALUES = ("train/nonfinite_total", "train/nonfinite_run")
-
-
-class Stopwatch:
-    """Seconds since `start`, excluding the time inside `paused`."""
-
-    def __init__(self, seconds=0.0):
-        self._seconds, self._since = seconds, None
-
-    def start(self):
-        self._since = time.monotonic()
-
-    def seconds(self):
-        return self._seconds + (0.0 if self._since is None else time.monotonic() - self._since)
-
-    @contextlib.contextmanager
-    def paused(self):
-        self._seconds, self._since = self.seconds(), None
-        try:
-            yield
-        finally:
-            self.start()
 
 
 class RunLog:
@@ -40,7 +19,7 @@ class RunLog:
 
     Attributes:
       writer, progress: the `MetricsWriter` and `Progress` of the launch, set by the trainer.
-      watch: Stopwatch of the training. last_row: {name: number} of the newest row.
+      last_row: {name: number} of the newest row.
     """
 
     def __init__(self, experiment, parameter_shapes):
@@ -48,16 +27,34 @@ class RunLog:
         self._parameters = count_params(parameter_shapes)
         # FLOP/s of all devices together; 0 if unknown.
         self.peak = jax.device_count() * (device_peak(experiment.config.train.dtype) or 0.0)
-        self.watch, self.last_row = Stopwatch(), {}
+        self.last_row = {}
+        self._seconds, self._since = 0.0, None  # of training; start of the time to add
         self._queue = []  # [(step, metrics on the device)]
         self._rows = []  # metrics of the steps since the last row
         self._written_at = 0.0  # seconds of training at the last row
         self._resumed = None  # (step, recorded FLOPs) of the resume
         self._profile_start = None  # the first profiled step
 
+    def start_clock(self):
+        """Count the seconds of training from now on."""
+        self._since = time.monotonic()
+
+    def seconds(self):
+        """Seconds of training, over all launches."""
+        return self._seconds + (0.0 if self._since is None else time.monotonic() - self._since)
+
+    @contextlib.contextmanager
+    def paused(self):
+        """Context whose time does not count as training."""
+        self._seconds, self._since = self.seconds(), None
+        try:
+            yield
+        finally:
+            self.start_clock()
+
     def resume(self, step, meta, row):
         """Continue the time and FLOPs of a checkpoint's `meta` and the row of its step."""
-        self.watch, self.last_row = Stopwatch(meta["seconds"]), row
+        self._seconds, self.last_row = meta["seconds"], row
         self._written_at, self._resumed = meta["seconds"], (step, meta["flops"])
 
     def flops(self, step, nominal=True):
@@ -77,7 +74,7 @@ class RunLog:
     def meta(self, step):
         """Time and FLOPs for a checkpoint."""
         flops = {"nominal": self.flops(step), "realised": self.flops(step, nominal=False)}
-        return {"seconds": self.watch.seconds(), "flops": flops}
+        return {"seconds": self.seconds(), "flops": flops}
 
     def push(self, step, metrics):
         """Queue the metrics of a dispatched step and start their copy to the host.
@@ -110,7 +107,7 @@ class RunLog:
         return collected
 
     def _write_row(self, step):
-        e, now, flops = self.experiment, self.watch.seconds(), self.flops(step)
+        e, now, flops = self.experiment, self.seconds(), self.flops(step)
         steps_per_second = len(self._rows) / max(now - self._written_at, 1e-9)
         row = mean_of(self._rows) | {name: self._rows[-1][name] for name in LATEST_VALUES}
         row |= {
@@ -210,7 +207,7 @@ class RunLog:
             f"finished: {step} steps, {quantity(step * e.tokens_per_step, 'tokens')}, "
             f"{quantity(self.flops(step), 'FLOPs')} in {duration(row['seconds'])} of "
             f"training, held-out loss {row['eval/loss']:.4f} nats"
-            f"{bits(row, ' ({} bits per byte)')}{cut(row)}"
+            f"{bits(row, ' ({} bits per byte)')}{describe_scored_part(row)}"
         )
 
 

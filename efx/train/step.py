@@ -1,12 +1,11 @@
-"""One step of training and of evaluation, as pure functions: no I/O, no clock, no global state.
+"""One step of training as a pure function: no I/O, no clock, no global state.
 
-Randomness is a function of (seed, step, micro-batch), in evaluation of (seed, batch): nothing
-random is stored, so a resumed run draws what the uninterrupted one would have drawn.
+Randomness is a function of (seed, step, micro-batch): nothing random is stored, so a resumed run
+draws what the uninterrupted one would have drawn.
 """
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import linen as nn
 from flax import struct
@@ -14,12 +13,9 @@ from flax import struct
 from efx import models
 from efx.config.schema import as_dict
 from efx.layers import batch_means
-from efx.layers.report import label, layer_of
 from efx.parallel import sharding
 from efx.routing.calibrate import reset_threshold_steps
 from efx.train import losses, optim
-
-EVALUATION = np.uint32(2**32 - 1)  # folded into a key in place of a step; no run is as long
 
 
 @struct.dataclass
@@ -54,31 +50,6 @@ def state_of(variables, optimizer):
     averages = {"state": variables["state"]} if "state" in variables else {}
     zero = jnp.zeros((), jnp.int32)
     return TrainState(zero, params, optimizer.init(params), averages, zero, zero)
-
-
-def state_shardings(boxed_params, state, mesh, rules):
-    """Shardings of a TrainState: parameters by their logical axes, moments like their parameter.
-
-    Args:
-      boxed_params: shapes of the parameters with their logical axes. state: a TrainState's shapes.
-    """
-    specs = jax.tree.leaves(sharding.tree_shardings(boxed_params, mesh, rules))
-    shapes = jax.tree_util.tree_leaves_with_path(nn.unbox(boxed_params))
-    by_path = {
-        sharding.path_names(path): (leaf.shape, spec)
-        for (path, leaf), spec in zip(shapes, specs, strict=True)
-    }
-
-    def sharding_of(path, leaf):
-        names = sharding.path_names(path)
-        for start in range(len(names)):
-            # A moment's path ends with that of its parameter.
-            shape, spec = by_path.get(names[start:], (None, None))
-            if shape == leaf.shape:
-                return spec
-        return sharding.replicated(mesh)
-
-    return jax.tree_util.tree_map_with_path(sharding_of, state)
 
 
 def batch_shapes(config, rows, mesh, rules):
@@ -142,10 +113,10 @@ def make_train_step(
 
         def forward(params, batch, index):
             variables = {"params": params, **state.variables}
-            return _features(model, variables, batch, keys(index), train=True)
+            return features(model, variables, batch, keys(index), train=True)
 
         def teacher_outputs(batch, index):
-            x_BTD, _ = _features(teacher, teacher_variables, batch, keys(index), train=False)
+            x_BTD, _ = features(teacher, teacher_variables, batch, keys(index), train=False)
             head = teacher.head_params(teacher_variables["params"])
             return losses.Teacher(teacher.head_fn, head, x_BTD)
 
@@ -155,7 +126,7 @@ def make_train_step(
             options = dict(z_loss=z_loss, distill=distill)
             if teacher is not None:
                 options["teacher"] = teacher_outputs(batch, index)
-            sums = _loss_sums(model, params, x_BTD, batch, config, groups, **options)
+            sums = loss_sums(model, params, x_BTD, batch, config, groups, **options)
             sown = {name: batch_means.sown(mutated, name) for name in ("losses", "stats")}
             extra = weighted(losses.collect_sown(sown["losses"], totals))
             averages = {name: mutated[name] for name in state.variables}
@@ -272,7 +243,7 @@ def _average_variables(variables, batches):
 # ---- forward pass and loss -----------------------------------------------------------------------
 
 
-def _features(model, variables, batch, rngs, *, train):
+def features(model, variables, batch, rngs, *, train):
     """(input of the output layer [B, T, D], mutated collections) of one batch."""
     return model.apply_to_batch(
         variables,
@@ -284,7 +255,7 @@ def _features(model, variables, batch, rngs, *, train):
     )
 
 
-def _loss_sums(
+def loss_sums(
     model,
     params,
     x_BTD,
@@ -312,7 +283,7 @@ def _loss_sums(
         logits_BTV = logits(model.head_fn, head, x_BTD)
         return losses.cross_entropy(logits_BTV, batch["targets"], batch["weights"], **coefficients)
     # Devices that share a sequence go over their own part of it, as if it were a row.
-    parts = sharding.ways("length")
+    parts = sharding.shard_count("length")
     rows = [_as_rows(y, groups, parts) for y in (x_BTD, batch["targets"], batch["weights"])]
     if teacher is not None:
         teacher = teacher._replace(x_BTD=_as_rows(teacher.x_BTD, groups, parts))
@@ -335,56 +306,3 @@ def _as_rows(x_BT, groups, parts):
     batch, length, *rest = x_BT.shape
     x = x_BT.reshape(groups, batch // groups, parts, length // parts, *rest)
     return jnp.swapaxes(x, 1, 2).reshape(batch * parts, length // parts, *rest)
-
-
-# ---- evaluation ----------------------------------------------------------------------------------
-
-
-def evaluation_keys(seed, index):
-    """`rngs` of a model for batch number `index` of an evaluation: stochastic routing draws other
-    tokens in each batch, the same at every evaluation."""
-    key = jax.random.fold_in(jax.random.key(seed), EVALUATION)
-    return {"routing": jax.random.fold_in(key, index)}
-
-
-def make_eval_step(model, config, *, groups=1):
-    """eval_step(params, variables, batch, seed, index) -> {"loss", "correct", "weights", "stats"}.
-
-    Sums over the tokens of batch number `index`, and the tree of sown Means, which add up over
-    batches.
-
-    A partial batch repeats its rows. Without packing nothing marks the repeated rows as padding, so
-    the Means of a batch are weighted by its fraction of scored tokens.
-    """
-
-    def eval_step(params, variables, batch, seed, index):
-        rngs = evaluation_keys(seed, index)
-        x_BTD, mutated = _features(model, {"params": params, **variables}, batch, rngs, train=False)
-        sums = _loss_sums(model, params, x_BTD, batch, config, groups, with_gradients=False)
-        real_tokens = batch["weights"].size
-        if "segment_ids" in batch:
-            real_tokens = jnp.maximum(jnp.sum(batch["segment_ids"] > 0), 1)
-        stats = jax.tree.map(
-            lambda x: x * (sums.weights / real_tokens), batch_means.sown(mutated, "stats")
-        )
-        return {"loss": sums.loss, "correct": sums.correct, "weights": sums.weights, "stats": stats}
-
-    return eval_step
-
-
-def by_layer(stats, model):
-    """{name: mean over layers, "name/<layer>": of one layer} of statistics, see `report.label`.
-
-    Args:
-      stats: a tree of values or Means by module.
-    """
-    named, layers = losses.collect_sown(stats), {}
-    if "units" in stats.get("layers", {}):
-        stats = models.unroll_variables(model, {"stats": stats})["stats"]
-    for path, value in batch_means.leaves(stats):
-        *modules, name = (key.key for key in path if isinstance(key, jax.tree_util.DictKey))
-        layers.setdefault(layer_of("/".join(modules)), []).append({name: value})
-    for layer, layer_stats in layers.items():
-        for name, value in losses.collect_sown(layer_stats).items():
-            named[f"{name}/{label(layer)}"] = value
-    return named

@@ -11,23 +11,21 @@ import math
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from efx import io, run_dir
 from efx.checkpoint import start_from
-from efx.checkpoint.params import fingerprint
 from efx.config.load import to_config
-from efx.errors import NotFinite, RunStopped, UsageError
+from efx.errors import NotFinite, RunStopped
 from efx.logging import Progress
 from efx.logging.writer import samples_path
 from efx.parallel import multihost, sharding
 from efx.parallel.signals import StopSignals
 from efx.routing.calibrate import calibrate
 from efx.sampling import TextSampler
-from efx.train import health, memory, messages, optim, setup
+from efx.train import health, inference, memory, messages, setup
 from efx.train.evaluator import Evaluator, describe
-from efx.train.run_files import RunFiles
+from efx.train.launch import Launch
 from efx.train.run_log import RunLog
 
 
@@ -39,7 +37,7 @@ def train_and_evaluate(config, workdir, *, command_line=(), started=None, train=
       workdir: run directory, created if absent.
       command_line: recorded in run.json.
       started: `time.monotonic()` of the command's start, for the report of start-up time.
-      train: False: save and evaluate step 0 only.
+      train: False: save and evaluate step 0 only, as of a model composed of other runs.
     Returns: the last row of metrics, {name: number}.
     Raises: UsageError for bad input; RunStopped if training cannot continue, NotFinite if it
       reached its last step and the last gradients or the held-out loss are not finite.
@@ -48,14 +46,6 @@ def train_and_evaluate(config, workdir, *, command_line=(), started=None, train=
     with run_dir.Lock(workdir) as lock:
         started = started or time.monotonic()
         return Trainer(to_config(config), workdir, command_line, started, lock).run(train)
-
-
-def compose(config, workdir, *, command_line=(), started=None):
-    """Create the run directory of a model composed of other runs, at step 0, ready for evaluation,
-    sampling or training. Arguments, result and errors: see `train_and_evaluate`."""
-    return train_and_evaluate(
-        config, workdir, command_line=command_line, started=started, train=False
-    )
 
 
 def due_at(config, step, last_step):
@@ -68,67 +58,44 @@ def due_at(config, step, last_step):
 
 def missing_work(config, workdir, step, last_step):
     """The subset of ["evaluate", "sample"] that is due at a step and has no output on disk."""
-    folder, due = io.folder(workdir), due_at(config, step, last_step)
-    is_missing = {
-        "evaluate": "eval/loss" not in row_of(workdir, step),
-        "sample": not samples_path(folder, step).exists(),
-    }
+    due, row = due_at(config, step, last_step), row_of(workdir, step)
+    has_samples = samples_path(io.folder(workdir), step).exists()
+    is_missing = {"evaluate": "eval/loss" not in row, "sample": not has_samples}
     return [name for name in is_missing if name in due and is_missing[name]]
 
 
 def row_of(workdir, step):
     """The row of a step in a run's metrics; {} if the step was not logged."""
-    return next((row for row in setup.read_rows(workdir) if row["step"] == step), {})
+    return next((row for row in inference.read_rows(workdir) if row["step"] == step), {})
 
 
 class Trainer:
     """One launch of a run. The constructor checks config and directory and writes nothing."""
 
     def __init__(self, config, workdir, command_line, started, lock):
-        self.files = RunFiles(config, workdir, command_line, lock)
-        self.workdir, self.started = self.files.workdir, started
-        self.config, self.experiment = config, setup.experiment(config, workdir)
+        self.launch = Launch(config, workdir, command_line, lock)
+        self.workdir, self.started = self.launch.run.path, started
+        self.config, self.experiment = config, setup.experiment(config, self.launch.run)
         self.training = setup.Training(self.experiment)
-        self.files.check_text(self.experiment.data)
+        self.launch.check_text(self.experiment.data)
         e = self.experiment
         self.placement = sharding.Placement(e.mesh, e.rules, config.data.batch_size)
-        self.model = e.model  # of `evaluator` and `sampler`
-        self.sampler = self._make_sampler()
-        self.teacher, self.teacher_origin = self._read_teacher()
+        recorded = None if self.launch.is_new else self.launch.run.record.get("teacher")
+        self.teacher, self.teacher_origin = inference.read_teacher(e, recorded)
         self.seed = jax.device_put(np.uint32(config.seed), sharding.replicated(e.mesh))
         self.step, self.log = 0, RunLog(e, self.training.shapes.params)
         self.scores = {}  # {step: checkpoint.best_metric}
         self.warn_of_sleep = health.Watch()
+        self._use(e.model)
 
-    def _make_sampler(self):
+    def _use(self, model):
+        """Evaluate and sample with the model of a stage."""
         e, c = self.experiment, self.config.sample
-        if not c.every:
-            return None
-        return TextSampler(self.model, e.tokenizer, c, batch_size=c.num_samples, rules=e.rules)
-
-    def _make_evaluator(self):
-        e = self.experiment
-        return Evaluator(self.model, e.config, e.data, e.mesh, e.rules)
-
-    def _read_teacher(self):
-        """(variables, origin) of the teacher, (None, None) without one.
-
-        A resumed run uses the checkpoint of the teacher that its first launch recorded.
-        """
-        e, run = self.experiment, self.config.train.teacher
-        if e.teacher is None:
-            return None, None
-        recorded = None
-        if not self.files.is_new:
-            recorded = run_dir.run_record(self.workdir).get("teacher")
-        step, teacher = setup.read_teacher(e, recorded and recorded["step"])
-        parameters = fingerprint(teacher["params"], e.teacher.model.vocab_size)
-        if recorded and parameters != recorded["parameters"]:
-            raise UsageError(
-                f"config.train.teacher={run}: its parameters at step {step} are not those of "
-                f"the teacher of --workdir={self.workdir}; use the directory of the first teacher"
-            )
-        return teacher, {"run": run, "step": step, "parameters": parameters}
+        self.model, self.sampler = model, None
+        self.evaluator = Evaluator(model, e.config, e.data, e.mesh, e.rules)
+        if c.every:
+            options = dict(batch_size=c.num_samples, rules=e.rules)
+            self.sampler = TextSampler(model, e.tokenizer, c, **options)
 
     def run(self, train=True):
         """Train to the last step; returns the last row of metrics.
@@ -142,35 +109,32 @@ class Trainer:
             f"{c.data.seq_len} or the sizes of the model, or raise config.train.accumulation="
             f"{c.train.accumulation}; --mode=compile reports what a device needs"
         )
-        if not self.files.is_new:
-            self.scores |= setup.read_scores(self.workdir, c.checkpoint)
+        if not self.launch.is_new:
+            self.scores |= inference.read_scores(self.workdir, c.checkpoint)
         with (
             memory.exhaustion_as_usage_error("training", advice),
             StopSignals() as self.signals,  # active until the last save is on disk
             sharding.use(e.mesh, e.rules),
-            setup.checkpointer(self.workdir, c.checkpoint, self.scores) as self.checkpoints,
+            inference.checkpointer(self.workdir, c.checkpoint, self.scores) as self.checkpoints,
             contextlib.ExitStack() as stack,
             Progress(e.steps, peak_flops_per_second=self.log.peak) as self.log.progress,
         ):
             self.println = self.log.progress.println
-            self.evaluator = self._make_evaluator()
             if c.checkpoint.keep_best:
                 shapes = self.training.shapes
                 metric = c.checkpoint.best_metric
                 self.evaluator.check_metric(metric, shapes.params, shapes.variables)
             self.iterator = e.data.train_iterator(rows=self.placement.rows)
             origin = self._restore_or_initialise()
-            if self.step > e.steps:  # nothing to train: do not record this launch
-                return self._finish_again(f", past the last step {e.steps} of this config")
-            self.files.open(stack, self.step, e.data, origin, self.teacher_origin)
-            self.log.writer = self.files.writer
+            missing = self._missing_work(train) if self.is_resumed else []
+            if self.is_resumed and not missing and (self.step >= e.steps or not train):
+                return self._finish_again()  # nothing to do: do not record this launch
+            self.launch.open(stack, self.step, e.data, origin, self.teacher_origin)
+            self.log.writer = self.launch.writer
             self.log.print_start(self.workdir, self.step)
             if not train:
                 return self._compose()
-            missing = [] if self.files.is_new else self._missing_work()
             self._evaluate_and_sample(missing)
-            if self.step == e.steps:
-                return self._finish() if missing else self._finish_again(", its last step")
             try:
                 is_finished = self._train()
             finally:
@@ -185,7 +149,8 @@ class Trainer:
         Returns: the origin of parameters initialised from another run, else None.
         """
         e, origin = self.experiment, None
-        if self.checkpoints.latest_step() is None:
+        self.is_resumed = self.checkpoints.latest_step() is not None
+        if not self.is_resumed:
             self.println("initialising the parameters")
             state = self.training.new_state(self.seed)
             self.state, origin = start_from(state, self.config, e.model, self.println)
@@ -203,28 +168,22 @@ class Trainer:
         self.position = self.iterator.get_state()
         return origin
 
-    def _missing_work(self):
+    def _missing_work(self, train):
         """`missing_work` at the restored step, as process 0 sees it."""
-
-        def is_missing(name):
-            work = missing_work(
-                self.config, self.files.mirror.path, self.step, self.experiment.steps
-            )
-            return int(name in work)
-
-        names = ("evaluate", "sample")
-        return [n for n in names if multihost.run_on_primary(self.workdir, lambda: is_missing(n))]  # noqa: B023
+        if self.step > self.experiment.steps:
+            return []
+        last_step = self.experiment.steps if train else self.step
+        missing = missing_work(self.config, self.workdir, self.step, last_step)
+        names = ("evaluate", "sample") if train else ("evaluate",)
+        return [name for name in names if multihost.from_primary(name in missing)]
 
     def _compose(self):
         """Save and evaluate step 0, unless an earlier launch has; returns the row of metrics."""
-        if self.checkpoints.latest_step() is None:
+        if not self.is_resumed:
             self._calibrate()
             self._save()
-        if "eval/loss" not in self.log.last_row:
-            self._evaluate_and_sample(["evaluate"])
-            self.warn_of_sleep(self.log.last_row)
-        else:
-            self.println(f"already composed: {self.workdir} is at step {self.step}")
+        self._evaluate_and_sample(["evaluate"])
+        self.warn_of_sleep(self.log.last_row)
         return self._finish()
 
     # ---- the loop --------------------------------------------------------------------------------
@@ -233,15 +192,15 @@ class Trainer:
         """Train to the last step; return False after the step in which a signal arrived."""
         e, compiled, is_first = self.experiment, None, True
         stage_starts = {stage.start for stage in e.stages}
-        batch = self._next_batch()
+        batch = self.placement(next(self.iterator))
         self.saved_at = time.monotonic()
-        self.log.watch.start()
+        self.log.start_clock()
         while self.step < e.steps:
             if compiled is None or self.step in stage_starts:
                 self._collect_metrics(wait=True)
-                with self.log.watch.paused():
+                with self.log.paused():
                     compiled = self._compile(e.stage(self.step))
-            self.log.update_profile(self.step, self.files.mirror.path)
+            self.log.update_profile(self.step, self.launch.mirror.path)
             # Before the first step there is nothing to save, and signals end the process.
             self.signals.listen()
             self.state, metrics = compiled(self.state, batch, self.seed, self.teacher)
@@ -254,7 +213,7 @@ class Trainer:
                 is_first = False
             if self.step < e.steps:
                 # While the device computes this step, the host fetches the next one's tokens.
-                batch = self._next_batch()
+                batch = self.placement(next(self.iterator))
             self.checkpoints.check()  # raises if a background save failed
             self._collect_metrics()
             stop = self.signals.stop_requested()
@@ -263,7 +222,7 @@ class Trainer:
                 due.append("checkpoint")
             if due:
                 self._collect_metrics(wait=True)
-                with self.log.watch.paused():
+                with self.log.paused():
                     if self.step == e.steps:
                         self._calibrate()
                     if "checkpoint" in due:
@@ -272,9 +231,6 @@ class Trainer:
             if stop and self.step < e.steps:
                 return False
         return True
-
-    def _next_batch(self):
-        return self.placement(next(self.iterator))
 
     def _collect_metrics(self, wait=False):
         limit = self.config.train.max_nonfinite
@@ -287,7 +243,7 @@ class Trainer:
                     "config.train.max_nonfinite; rerun to resume from the last checkpoint"
                 )
             if step % self.config.log.every == 0:
-                self.files.mirror.upload(if_due=True)
+                self.launch.mirror.upload(if_due=True)
 
     def _compile(self, stage):
         """The compiled step of a stage."""
@@ -307,9 +263,9 @@ class Trainer:
         return multihost.from_primary(time.monotonic() - self.saved_at >= 60 * minutes)
 
     def _save(self):
-        self.files.mirror.upload()  # first, so that no checkpoint lacks its rows
+        self.launch.mirror.upload()  # first, so that no checkpoint lacks its rows
         meta = self.log.meta(self.step)
-        meta |= {"record": self.files.record, "last_step": self.experiment.steps}
+        meta |= {"record": self.launch.record, "last_step": self.experiment.steps}
         self.checkpoints.save(self.step, self.state, self.position, meta)
         self.saved_at = time.monotonic()
 
@@ -318,8 +274,7 @@ class Trainer:
         thresholds belong to its capacity."""
         model = self.experiment.stage(max(0, self.step - 1)).model
         if model is not self.model:
-            self.model = model
-            self.evaluator, self.sampler = self._make_evaluator(), self._make_sampler()
+            self._use(model)
 
     def _calibrate(self):
         """Set the thresholds in the state from `config.evaluate.calibrate` training batches."""
@@ -336,16 +291,15 @@ class Trainer:
         if not {"evaluate", "sample"} & set(due):
             return
         self._use_stage()
-        params = optim.eval_params(self.config.optim.name, self.state.opt_state, self.state.params)
         if "evaluate" in due:
-            metrics = self.evaluator(params, self.state.variables)
+            metrics = self.evaluator(self.state.params, self.state.variables)
             self.scores[self.step] = metrics.get(self.config.checkpoint.best_metric)
             self.log.write(self.step, metrics)
             self.println(describe(self.step, metrics))
             self.warn_of_sleep(metrics, self.step / self.experiment.steps)
         if "sample" in due:
-            self._sample({"params": params, **self.state.variables})
-        self.files.mirror.upload()
+            self._sample({"params": self.state.params, **self.state.variables})
+        self.launch.mirror.upload()
 
     def _sample(self, variables):
         c = self.config.sample
@@ -371,10 +325,12 @@ class Trainer:
         self._print_commands()
         return self.log.last_row
 
-    def _finish_again(self, detail):
+    def _finish_again(self):
         """Report a run that is already at its last step; returns its last row."""
-        self.println(f"finished already: {self.workdir} is at step {self.step}{detail}")
-        self.log.last_row = row_of(self.workdir, self.step)
+        self.println(
+            f"finished already: {self.workdir} is at step {self.step}; the last step of this "
+            f"config is {self.experiment.steps}"
+        )
         return self._finish(print_totals=False)
 
     def _finish(self, print_totals=True):
@@ -382,40 +338,34 @@ class Trainer:
         row = self.log.last_row
         self.checkpoints.wait()
         if self.step == self.experiment.steps and "eval/loss" in row:
-            self._check_end(row)
+            self._check_end(row["eval/loss"], int(self.state.nonfinite_run))
             if print_totals:
                 self.log.print_end(self.step)
         self._print_commands()
         return row
 
     def _print_commands(self):
-        e = self.experiment
-        lines = messages.closing_lines(self.workdir, self.config, e.data, e.model.context)
+        lines = messages.closing_lines(self.workdir, self.config.log.tensorboard)
         self.println("\n".join(lines))
 
-    def _check_end(self, row):
-        """Raise NotFinite unless the last step and its held-out loss are finite."""
-        loss, skipped = row["eval/loss"], int(self.state.nonfinite_run)
-        if loss is not None and math.isfinite(loss):
-            if not skipped:
-                return
-            steps = "step" if skipped == 1 else f"{skipped} steps"
+    def _check_end(self, loss, skipped):
+        """Raise NotFinite unless the last step and its held-out loss are finite.
+
+        Args:
+          skipped: number of steps at the end that were skipped.
+        """
+        if loss is None or not math.isfinite(loss):
+            problem = "the held-out loss is not finite"
+        elif skipped:
+            finite = self.step - skipped
             problem = (
-                f"the loss or gradient of the last {steps} was not finite. The parameters are "
-                f"those of step {self.step - skipped} (finite), and the held-out loss is "
-                f"{loss:.4f} nats"
+                f"the losses or gradients after step {finite} were not finite. The parameters are "
+                f"those of step {finite} (finite), and the held-out loss is {loss:.4f} nats"
             )
         else:
-            cause = "the parameters are not finite"
-            if bool(jax.jit(_all_finite)(self.state.params)):
-                cause = "the parameters are finite, but the forward pass overflows"
-            problem = f"the held-out loss is not finite: {cause}"
+            return
         best, metric = self.checkpoints.best_step(), self.config.checkpoint.best_metric
         advice = "; try a lower config.optim.learning_rate in another --workdir"
         if best is not None and best != self.step:
             advice += f"; checkpoint {best} has the best {metric} (--step={best})"
         raise NotFinite(f"at step {self.step}, the last, {problem}{advice}")
-
-
-def _all_finite(tree):
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))

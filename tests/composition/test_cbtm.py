@@ -26,7 +26,7 @@ from efx.config.load import config_of_run, to_config
 from efx.configs import cbtm as cbtm_config
 from efx.configs import common
 from efx.data.held_out import Subset
-from efx.train import finished_run
+from efx.train import inference
 
 CONFIG = """
 from efx.configs import cbtm, common
@@ -96,11 +96,11 @@ def table_of(folder):
 
 
 def test_experts_divide_the_budget_and_start_from_the_seed_model(trained):
-    records = [run_dir.run_record(trained / f"expert_{j}") for j in range(2)]
+    records = [run_dir.RunDir(trained / f"expert_{j}").record for j in range(2)]
     assert records[0]["origin"] == records[1]["origin"] and records[0]["origin"]["step"] == 12
     for j, record in enumerate(records):
         assert record["subset"] == Subset.load(documents_file(trained, j)).key
-        assert run_dir.recorded_setting(trained / f"expert_{j}", "steps") == 6
+        assert run_dir.RunDir(trained / f"expert_{j}").setting("steps") == 6
 
 
 def test_any_number_of_experts_costs_the_same(tmp_path, root):
@@ -116,7 +116,7 @@ def test_any_number_of_experts_costs_the_same(tmp_path, root):
 
 def test_evaluation_agrees_with_that_of_runs_and_with_its_parts(trained):
     table = table_of(trained)
-    ordinary = finished_run.evaluate(config_of_run(trained / "expert_1"), trained / "expert_1")
+    ordinary = inference.evaluate(config_of_run(trained / "expert_1"), trained / "expert_1")
     for name in ("loss", "bits_per_byte"):
         np.testing.assert_allclose(table[name]["expert 1"], ordinary[f"eval/{name}"], rtol=1e-5)
     # Each expert is the better one on its own cluster; the oracle combines these.
@@ -215,7 +215,7 @@ def test_experts_that_do_not_belong_together_are_refused(copy, capsys):
     refuse("expert 1 of 2", "cluster 1")
     shutil.rmtree(copy / "expert_1")
     shutil.move(copy / "away", copy / "expert_1")
-    record = run_dir.checkpoint_record(copy / "expert_1")
+    record = run_dir.RunDir(copy / "expert_1").meta["record"]
     longer = record["config"] | {"data": record["config"]["data"] | {"seq_len": 65}}
     edit_record(copy / "expert_1", lambda record: record | {"config": longer})
     refuse("expert 1 of 2", "config.data.seq_len=65")

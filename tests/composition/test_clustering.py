@@ -56,6 +56,8 @@ def test_topics_are_found_and_new_texts_join_theirs(monkeypatch):
     monkeypatch.setattr(lib, "FIT_DOCUMENTS", 40)
     _, labels = fit(texts)
     assert len(labels) == 90 and purity(topics, labels) > 0.95
+    monkeypatch.setattr(lib, "FIT_DOCUMENTS", 2)
+    refused(lambda: fit(texts), "config.cluster.count=3")
 
 
 @pytest.mark.parametrize("changes", [{"count": 7}, {"count": 1}, {"method": "random"}])

@@ -66,10 +66,6 @@ NEW_RUNS = [
     ("all is frozen", "optim.frozen=.*", "config.optim.frozen='.*'", "nothing"),
     ("multiplier without factor", "optim.lr_multipliers=(('.*',),)", "multipliers[0]", "pair"),
     ("rate without a match", "optim.lr_multipliers=(('x',2.0),)", "[0]='x'", "embed"),
-    ("averaging and decay", "optim.name=schedule_free_adamw"
-     " model.depth_routing.causal_decision=aux_loss",
-     "config.optim.schedule.kind='cosine'", "'constant'"),
-    ("averaging and thresholds", "optim.name=schedule_free_adamw", "optim.name=", "'aux_loss'"),
     ("muP and muon", "optim.name=muon model.mup.base_width=16", "optim.name='muon'", "adamw"),
     ("metric misspelt", "checkpoint.best_metric=eval/los", "best_metric='eval/los'", "'eval/loss'"),
     ("metric to maximise", "checkpoint.best_metric=eval/accuracy", "best_metric=", "minimise"),

@@ -49,6 +49,7 @@ class Outer:
     ({"inner": 3}, "config.inner=3"),
     ({"inner": {"size": 0, "share": 0.5}}, "config.inner.size=0"),
     ({"inner": {"size": 1, "share": math.nan}}, "config.inner.share=nan"),
+    ({"inner": {"size": 1, "share": 0}}, "config.inner.share=0"),
     ({"inner": {"size": 1, "share": (0.5, 2)}}, "config.inner.share[1]=2"),
     ({"inner": {"size": 1, "share": "all"}}, "config.inner.share='all'"),
     ({"inner": {"size": 1}}, "config.inner.share"),
@@ -92,6 +93,7 @@ def test_the_default_config_of_a_family_is_complete_and_resolved_once(family, mo
 
 def test_a_setting_that_a_run_predates_has_its_default():
     whole = json.loads(json.dumps(schema.as_dict(to_config(default_config()))))
+    whole["optim"]["b1"] = 0.5
     older = json.loads(json.dumps(whole))
     del older["optim"]["clip_norm"], older["model"]["mlp"]
     assert with_new_defaults(whole) == with_new_defaults(older) == whole

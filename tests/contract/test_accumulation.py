@@ -15,7 +15,7 @@ from efx.data.batches import Data
 from efx.data.shards import Stream, TokenSplit
 from efx.data.tokenizers import ByteTokenizer
 from efx.parallel import sharding
-from efx.train import step
+from efx.train import eval_step, step
 
 ROWS, LENGTH = 8, 16
 
@@ -205,13 +205,13 @@ def evaluation():
     """A function: batches -> loss and statistics over all of them."""
     changes = SELECTIVE
     model = families.make(changes, context=LENGTH)
-    evaluate = families.jit(step.make_eval_step(model, settings(changes, 1)))
+    evaluate = families.jit(eval_step.make_eval_step(model, settings(changes, 1)))
     params = families.random_params(model)
 
     def run(batches):
         sums = [evaluate(params, {}, batch, 0, 0) for batch in batches]
         sums = jax.tree.map(lambda *x: sum(x), *jax.device_get(sums))
-        return {"loss": sums["loss"], **step.by_layer(sums["stats"], model)}
+        return {"loss": sums["loss"], **eval_step.by_layer(sums["stats"], model)}
 
     return run
 

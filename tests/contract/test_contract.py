@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from efx.layers import batch_means
-from efx.train.step import by_layer
+from efx.train.eval_step import by_layer
 
 
 def test_every_resolved_config_resolves_to_itself():

@@ -513,11 +513,14 @@ def hidden_scores(model, selection):
 
 @every_row(**CHEAP)
 def test_the_ledger_is_what_is_executed(name, monkeypatch):
-    """Where nothing is computed that has no use: each query visits the keys that it may see,
-    experts have as many slots as there are choices, the vocabulary has no padding."""
+    """Where nothing is computed that has no use: each query visits the keys that it may see, which
+    masks of probabilities prevent, experts have as many slots as there are choices, the vocabulary
+    has no padding."""
     monkeypatch.setattr(selection_lib, "HEADROOM", 0)
     row = FAMILIES[name]
     exact = {"attention.chunk": 1, "vocab_multiple": 1, "mlp.moe.capacity_factor": 1.0}
+    if families.build(name).config.dropout.active("attention_probs"):
+        exact["dropout.sites"] = families.NO_PROBS
     model = families.make(row.changes | exact)
     for selection in ("train", "causal") if row.looks_ahead else ("train",):
         counted = flops.executed(model, SHORT, train=selection == "train")

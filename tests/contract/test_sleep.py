@@ -8,7 +8,7 @@ from families import every_row
 
 from efx.layers import batch_means
 from efx.train import health
-from efx.train.step import by_layer
+from efx.train.eval_step import by_layer
 
 # Ends of the paths of parameters; at 0 a block, its parts and latents add nothing, the choices of
 # experts do not depend on the token, and masks are open.

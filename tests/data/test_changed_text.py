@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 import logging
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,10 +23,9 @@ from hypothesis import strategies as st
 from refusals import refused
 
 import efx.data
-from efx import run_dir
 from efx.data import tokenizers
 from efx.errors import UsageError
-from efx.train import other_runs
+from efx.train import named_runs
 
 
 def words(name, count=40):
@@ -231,20 +231,17 @@ def test_a_held_out_file_is_cut_out_of_a_longer_training_file(part, tmp_path):
     assert text_of(open_data(config), "train") == text
 
 
-def test_a_run_with_an_eval_source_is_not_split_for_evaluation(tmp_path, monkeypatch):
+def test_a_run_with_an_eval_source_is_not_split_for_evaluation(tmp_path):
     """Not a part of its source either."""
     trained = make_config("text:a", tmp_path, eval_source="text:b")
-    monkeypatch.setattr(run_dir, "holds_result", lambda workdir: True)
-    monkeypatch.setattr(run_dir, "recorded_text", lambda workdir: {})
-    monkeypatch.setattr(
-        run_dir,
-        "recorded_setting",
-        lambda workdir, key: json.loads(json.dumps(trained[key.removeprefix("data.")])),
+    recorded = json.loads(json.dumps(trained.to_dict()))
+    run = SimpleNamespace(
+        has_result=True, text_record={}, setting=lambda key: recorded[key.removeprefix("data.")]
     )
     changed = make_config("text:a", tmp_path, eval_source="text:c", max_bytes=50)
-    assert other_runs.recorded_text(changed, tmp_path) == ({}, False)
+    assert named_runs.recorded_text(changed, run) == ({}, False)
     changed.eval_source = ""
-    refused(lambda: other_runs.recorded_text(changed, tmp_path), "config.data.max_bytes")
+    refused(lambda: named_runs.recorded_text(changed, run), "config.data.max_bytes")
 
 
 @pytest.mark.parametrize("document_bytes", [0, 64])

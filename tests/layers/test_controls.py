@@ -19,8 +19,8 @@ from efx.parallel import sharding
 from efx.routing import scores
 from efx.routing.config import DepthRoutingConfig
 from efx.routing.scores import SCORES
+from efx.train.eval_step import evaluation_keys
 from efx.train.evaluator import Evaluator, describe
-from efx.train.step import evaluation_keys
 
 CHANGES = {
     "depth_routing.kind": "mod",

@@ -23,7 +23,7 @@ from efx.configs import common, phatgoose
 from efx.interop import architectures
 from efx.layers.token_context import TokenContext
 from efx.models.adapters import Adapter, AdapterConfig
-from efx.train import finished_run, setup, trainer
+from efx.train import inference, trainer
 
 # ---- formulas ----------------------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ def config_of(variant, text, **changes):
 
 def params_at(run):
     """{path: array} of the newest checkpoint."""
-    _, _, params, variables = setup.finished(config_of_run(run), run)
+    _, _, params, variables = inference.restore(config_of_run(run), run)
     tree = {"params": params, **variables}
     return {
         "/".join(path): np.asarray(x) for path, x in checkpoint.arrays.leaves_by_path(tree).items()
@@ -263,10 +263,10 @@ ROUTED = {"model.depth_routing.kind": "mod", "model.depth_routing.causal_decisio
 PLAIN = {"model.depth_routing.kind": "none", "model.scan_layers": True}
 
 
-def start(folder, name, variant, text, action=trainer.train_and_evaluate, **changes):
+def start(folder, name, variant, text, train=True, **changes):
     """The folder of a run; its second block is routed by a threshold."""
     config = config_of(variant, text, **{**ROUTED, **changes})
-    action(config, folder / name)
+    trainer.train_and_evaluate(config, folder / name, train=train)
     return str(folder / name)
 
 
@@ -277,9 +277,9 @@ def runs(tmp_path_factory, text, one_device):
     base = start(folder, "base", "", text)
     gated = {"init.run": base, "adapter.gate": True}
     a = start(folder, "a", "adapter", text, **gated)
-    b = start(folder, "b", "adapter", text, trainer.compose, seed=1, **gated)
+    b = start(folder, "b", "adapter", text, False, seed=1, **gated)
     composed = {"init.run": base, "adapter.experts": (a, b)}
-    start(folder, "compose", "compose", text, trainer.compose, **composed)
+    start(folder, "compose", "compose", text, False, **composed)
     return folder
 
 
@@ -305,10 +305,10 @@ def test_a_composition_warns_of_an_expert_that_is_never_used(runs, text, tmp_pat
     """Gates that are not trained are equal, so all tokens use the first expert."""
     base = str(runs / "base")
     gated = {"init.run": base, "adapter.gate": True}
-    c = start(tmp_path, "c", "adapter", text, trainer.compose, seed=2, **gated)
+    c = start(tmp_path, "c", "adapter", text, False, seed=2, **gated)
     composed = {"init.run": base, "adapter.experts": (str(runs / "b"), c), "adapter.top_k": 1}
     capsys.readouterr()
-    start(tmp_path, "both", "compose", text, trainer.compose, **composed)
+    start(tmp_path, "both", "compose", text, False, **composed)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     assert "expert_1 of config.adapter.experts is never used: by 0 of the tokens" in line
 
@@ -329,9 +329,9 @@ def test_later_stages_train_gates_only(runs, text, tmp_path):
 @pytest.mark.slow
 def test_entrances_of_scanned_layers_train_alone(text, tmp_path, one_device):
     """Experts of scanned layers are [layer, expert, ...]; evaluation reports their usage."""
-    base = start(tmp_path, "base", "", text, trainer.compose, **PLAIN)  # at step 0
+    base = start(tmp_path, "base", "", text, False, **PLAIN)  # at step 0
     given = {"init.run": base, **PLAIN}
-    a = start(tmp_path, "a", "adapter", text, trainer.compose, **given, **{"adapter.gate": True})
+    a = start(tmp_path, "a", "adapter", text, False, **given, **{"adapter.gate": True})
     given |= {"adapter.experts": (a,), "adapter.top_k": 1}
     start(tmp_path, "inclusion", "inclusion", text, **given)
     base, expert, inclusion = (params_at(tmp_path / name) for name in ("base", "a", "inclusion"))
@@ -340,17 +340,17 @@ def test_entrances_of_scanned_layers_train_alone(text, tmp_path, one_device):
         if not path.endswith("/gate"):
             assert np.array_equal(inclusion[path][:, 0], expert[path]), path
     config = config_of_run(tmp_path / "inclusion")
-    metrics = finished_run.evaluate(config, tmp_path / "inclusion")
+    metrics = inference.evaluate(config, tmp_path / "inclusion")
     assert 0 < metrics["eval/adapter/experts_per_token"] < 1
     assert "eval/adapter/usage/expert_0/block_1" in metrics
-    assert finished_run.sample(config, tmp_path / "inclusion")["new_tokens"] == 4
+    assert inference.sample(config, tmp_path / "inclusion")["new_tokens"] == 4
 
 
 @pytest.mark.slow
 def test_runs_that_do_not_fit_together_are_refused(runs, text, tmp_path):
     a, b, base = (str(runs / name) for name in ("a", "b", "base"))
-    other = start(tmp_path, "other", "", text, trainer.compose, seed=5)  # at step 0
-    plain = start(tmp_path, "plain", "adapter", text, trainer.compose, **{"init.run": base})
+    other = start(tmp_path, "other", "", text, False, seed=5)  # at step 0
+    plain = start(tmp_path, "plain", "adapter", text, False, **{"init.run": base})
     for changes, name in [
         ({"adapter.experts": (a, base)}, "config.adapter.kind='none'"),
         ({"adapter.rank": 5}, "config.adapter.rank=4"),
@@ -359,7 +359,7 @@ def test_runs_that_do_not_fit_together_are_refused(runs, text, tmp_path):
         ({"init.run": other}, f"config.init.run={other}"),
     ]:
         given = {"init.run": base, "adapter.experts": (a, b), **changes}
-        compose = functools.partial(start, tmp_path, "c", "compose", text, trainer.compose, **given)
+        compose = functools.partial(start, tmp_path, "c", "compose", text, False, **given)
         refused(compose, name)
         shutil.rmtree(tmp_path / "c", ignore_errors=True)
 

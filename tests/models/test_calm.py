@@ -18,7 +18,7 @@ from efx.config.load import config_of_run
 from efx.configs import calm, common
 from efx.layers import flops
 from efx.models import bridges
-from efx.train import finished_run, setup, trainer
+from efx.train import inference, trainer
 
 LENGTH, BATCH, VOCAB = families.LENGTH, families.BATCH, families.VOCAB
 DECODER = {"depth": 3, "attention.num_kv_heads": 2}
@@ -211,7 +211,8 @@ def runs(tmp_path_factory, one_device):
     rng = np.random.default_rng(0)
     for name, letters in (("a", "abcde "), ("b", "vwxyz ")):
         (folder / f"{name}.txt").write_text("".join(rng.choice(list(letters), 12_000)))
-    trainer.compose(config_of("", folder / "a.txt", **SMALL), folder / "anchor")  # at step 0
+    config = config_of("", folder / "a.txt", **SMALL)
+    trainer.train_and_evaluate(config, folder / "anchor", train=False)  # at step 0
     trainer.train_and_evaluate(config_of("", folder / "b.txt", **OTHER), folder / "other")
     trainer.train_and_evaluate(config_of("bridge", folder / "b.txt", **between(folder)),
                              folder / "bridged")  # fmt: skip
@@ -241,15 +242,15 @@ def test_only_bridges_train(runs):
 
 
 def scanned_variables(run):
-    e, _, params, variables = setup.finished(config_of_run(run), run)
+    e, _, params, variables = inference.restore(config_of_run(run), run)
     assert e.model.config.scan_layers
     return e.model, {"params": params, **variables}
 
 
 def test_a_bridged_run_evaluates_and_samples(runs):
     config = config_of_run(runs / "bridged")
-    assert np.isfinite(finished_run.evaluate(config, runs / "bridged")["eval/loss"])
-    assert finished_run.sample(config, runs / "bridged")["new_tokens"] == 4
+    assert np.isfinite(inference.evaluate(config, runs / "bridged")["eval/loss"])
+    assert inference.sample(config, runs / "bridged")["new_tokens"] == 4
 
 
 # ---- refusals ----------------------------------------------------------------------------------
@@ -272,7 +273,7 @@ def test_members_and_settings_that_do_not_fit_are_refused_by_name():
 def test_runs_that_cannot_be_bridged_are_refused(runs, tmp_path):
     text = runs / "b.txt"
     chars = config_of("", text, **{**SMALL, "model.depth": 1, "data.tokenizer": "chars"})
-    trainer.compose(chars, tmp_path / "chars")  # at step 0
+    trainer.train_and_evaluate(chars, tmp_path / "chars", train=False)  # at step 0
     for changes, name in [
         ({"model.anchor": ""}, "config.model.anchor=''"),
         ({"model.augment": ("gone",)}, "config.model.augment='gone'"),
@@ -282,5 +283,6 @@ def test_runs_that_cannot_be_bridged_are_refused(runs, tmp_path):
         ({"adapter.kind": "lora"}, "config.adapter.kind='lora'"),
     ]:
         config = config_of("bridge", text, **{**between(runs), **changes})
-        refused(lambda config=config: trainer.compose(config, tmp_path / "composed"), name)
+        run = tmp_path / "composed"
+        refused(lambda c=config: trainer.train_and_evaluate(c, run, train=False), name)  # noqa: B023
         shutil.rmtree(tmp_path / "composed", ignore_errors=True)

@@ -16,7 +16,7 @@ from efx import models, run_dir
 from efx.config.load import config_of_run, to_config
 from efx.layers import flops
 from efx.logging import read_metrics
-from efx.train import optim, setup
+from efx.train import inference, optim, setup
 
 pytestmark = pytest.mark.usefixtures("one_device")
 SMALL = {
@@ -77,7 +77,7 @@ def record(run, changes):
 
 def read(workdir):
     """(model, variables) of a run, unrolled."""
-    e, _, params, averages = setup.finished(config_of_run(workdir), workdir)
+    e, _, params, averages = inference.restore(config_of_run(workdir), workdir)
     variables = models.unroll_variables(e.model, {"params": params, **averages})
     return models.unrolled(e.model), variables
 
@@ -101,7 +101,7 @@ def test_at_capacity_1_a_converted_model_is_its_parent(parent, child):
 
 
 def test_a_converted_run_has_the_text_of_its_parent_and_records_it(parent, child):
-    config, record = config_of_run(child), run_dir.run_record(child)
+    config, record = config_of_run(child), run_dir.RunDir(child).record
     routing = config.model.depth_routing
     assert (routing.kind, routing.gate, routing.causal_decision) == (
         "mod",
@@ -112,14 +112,14 @@ def test_a_converted_run_has_the_text_of_its_parent_and_records_it(parent, child
     assert record["converted"]["to"] == "mod" and record["converted"]["step"] == 2
     assert "teacher" not in record
     for name in ("tokenizer", "text"):
-        assert record[name] == run_dir.run_record(parent)[name]
+        assert record[name] == run_dir.RunDir(parent).record[name]
 
 
 @pytest.mark.slow
 def test_an_imported_run_is_converted(imported, tmp_path):  # noqa: F811
     child = converted(imported, tmp_path / "child", **{"model.depth_routing.every": 1})
     assert_equal_at_capacity_1(imported, child)
-    record = run_dir.run_record(child)
+    record = run_dir.RunDir(child).record
     assert record["converted"]["step"] == 0 and "text" not in record
 
 
@@ -182,13 +182,13 @@ def test_a_converted_run_follows_its_parent(parent, distilled):
     assert all(row["losses/distill"] > 0 for row in rows)
     objective = rows[-1]["train/loss"] + 0.5 * rows[-1]["losses/distill"]
     np.testing.assert_allclose(rows[-1]["train/objective"], objective, rtol=1e-5)
-    e = setup.experiment(to_config(config_of_run(run_path)), run_path)
+    e = setup.experiment(to_config(config_of_run(run_path)), run_dir.RunDir(run_path))
     teacher = e.teacher.model.ledger(16, "causal").nominal_per_token * e.tokens_per_step
     assert rows[-1]["flops"] == 4 * (e.ledger.train_flops(e.tokens_per_step) + teacher)
     forward = flops.executed(e.teacher.model, 16, 4, train=False)
     assert rows[-1]["flops_realised"] == 4 * (3 * flops.executed(e.model, 16, 4) + forward)
     assert rows[-1]["flops_teacher"] == 4 * forward
-    record = run_dir.run_record(run_path)["teacher"]
+    record = run_dir.RunDir(run_path).record["teacher"]
     assert record["run"] == str(parent) and record["step"] == 2
 
 
@@ -197,7 +197,7 @@ def test_another_teacher_is_refused(parent, distilled, tmp_path, capsys):
     start, _ = distilled
     student = tmp_path / "run"
     shutil.copytree(start, student)
-    teacher = run_dir.run_record(student)["teacher"] | {"parameters": "0" * 32}
+    teacher = run_dir.RunDir(student).record["teacher"] | {"parameters": "0" * 32}
     edit_record(student, lambda record: record | {"teacher": teacher})
     assert run("--workdir", student, **{"train.teacher": parent}) == 2
     assert f"config.train.teacher={parent}" in error_line(capsys)

@@ -40,6 +40,10 @@ NORMED = dict(kind="mod", every=1, capacity=0.5, slack=1.0, router_norm="rms")
 OWN = {
     "predictor": dict(depth_routing=dict(causal_decision="predictor", **NORMED)),
     "mod_gate_one": dict(depth_routing=dict(causal_decision="aux_loss", gate="one", **NORMED)),
+    "all_keys": dict(
+        attention=dict(num_kv_heads=2, window=9),
+        depth_routing=dict(causal_decision="threshold", kv_for_skipped=True, **NORMED),
+    ),
     "post_norm": dict(
         block_kind="post_norm",
         use_bias=True,
@@ -48,7 +52,7 @@ OWN = {
         mlp=families.experts(),
     ),
 }
-DEFAULT = ("neox", "mod_parallel", "moe", "mode_staged", "predictor", "post_norm")
+DEFAULT = ("neox", "mod_parallel", "moe", "mode_staged", "predictor", "post_norm", "all_keys")
 SLOW = {"mod_options", "mod_threshold", "mod_capacity_list", "moe_switch", "mode_integrated", "mup"}
 
 
@@ -102,7 +106,7 @@ CHECKS = ("generation", "outputs", "packed_rows", "training", "idle_blocks")
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("name", ["post_norm", "mod_parallel"])
+@pytest.mark.parametrize("name", ["post_norm", "mod_parallel", "all_keys"])
 def test_an_export_generates_and_trains(check, name, tmp_path, checks):
     write(tmp_path / "new", name)
     getattr(checks, f"check_{check}")(tmp_path / "new")
@@ -250,7 +254,7 @@ def test_a_qwen2_with_another_tokenizer_is_not_a_qwen2_of_transformers(tmp_path)
         ("latent", "family='latent'"),
         ("recursion", "depth_routing.kind='recursion'"),
         ("mod_fixed", "depth_routing.score='position'"),
-        ("mod_context", "depth_routing.kv_for_skipped=True"),
+        ("mod_context", "depth_routing.skip_mlp=16"),
         ("moe_expert_choice", "mlp.moe.router='expert_choice'"),
         ("dropout_attention", "dropout.kind='attention'"),
         ("soft", "soft_experts.num=4"),

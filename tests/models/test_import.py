@@ -14,7 +14,7 @@ from efx import main
 from efx.config.load import config_of_run
 from efx.data import bpe, load_tokenizer
 from efx.interop.import_run import INDEX
-from efx.train import setup
+from efx.train import inference
 
 pytestmark = pytest.mark.usefixtures("one_device")
 TEXT = "The quick brown fox jumps over the lazy dog. " * 90
@@ -100,7 +100,7 @@ def routed(folder, tmp_path_factory):
 
 def read_run(workdir):
     """(model, variables as numpy) of a run at step 0."""
-    built, step, params, state = setup.finished(config_of_run(workdir), workdir)
+    built, step, params, state = inference.restore(config_of_run(workdir), workdir)
     assert step == 0
     return built.model, jax.tree.map(np.asarray, {"params": params, **state})
 

@@ -16,7 +16,7 @@ from test_interop import transformers  # noqa: F401
 
 from efx.config.load import config_of_run
 from efx.data import bpe
-from efx.train import setup
+from efx.train import inference
 
 pytestmark = pytest.mark.usefixtures("one_device")
 QUESTIONS = [
@@ -94,7 +94,7 @@ CUTS = ((0, 3, 8), (1, 1, 6), (2, 20, 32), (3, 1, 2), (1, 7, 9), (2, 1, 33), (0,
 def test_scores_depend_neither_on_padding_nor_on_batch_mates(lm_eval, routed):  # noqa: F811
     """They are those of the logits of whole rows."""
     model = lm_eval.EfxLM(routed, batch_size=4)
-    built, _, params, variables = setup.finished(config_of_run(routed), routed)
+    built, _, params, variables = inference.restore(config_of_run(routed), routed)
     tokens_BT = np.random.default_rng(0).integers(0, 280, (4, 33))
     logits_BTV = built.model.apply({"params": params, **variables}, tokens_BT[:, :-1])
     tokens_BT[3, 1] = logits_BTV[3, 0].argmax()

@@ -8,7 +8,7 @@ from efx.config.load import config_of_run
 from efx.configs import common
 from efx.logging import read_metrics
 from efx.routing import gates
-from efx.train import finished_run, health, trainer
+from efx.train import health, inference, trainer
 
 SMALL = {
     "steps": 250,
@@ -60,6 +60,6 @@ def test_closed_gates_are_warned_of_once(tmp_path, capsys, monkeypatch):
     assert [line for line in lines if tried in line] == [worth, gate]
     trained = {name for row in rows for name in row if not name.startswith("eval/")}
     assert not [name for name in trained if "gate" in name or "increment" in name]
-    finished_run.evaluate(config_of_run(tmp_path), tmp_path)
+    inference.evaluate(config_of_run(tmp_path), tmp_path)
     again = [line for line in capsys.readouterr().out.splitlines() if tried in line]
     assert len(again) == 2 and again[1] == gate

@@ -13,7 +13,7 @@ from refusals import refused
 
 from efx.config.load import config_of_run
 from efx.logging import read_metrics
-from efx.train import finished_run, setup, trainer
+from efx.train import inference, trainer
 
 STEPS = 3
 MOD = {
@@ -59,7 +59,7 @@ def test_evaluation_changes_no_bit_of_a_training_and_is_repeatable(tmp_path):
             assert rows[0][step][name] == rows[1][step][name]
         assert "eval/loss" in rows[1][step]
     for workdir, row in zip(runs.values(), (rows[0][STEPS], rows[1][STEPS]), strict=True):
-        again = finished_run.evaluate(config_of_run(workdir), workdir)
+        again = inference.evaluate(config_of_run(workdir), workdir)
         evaluated = {name: value for name, value in row.items() if name.startswith("eval/")}
         assert again == evaluated and evaluated["eval/repeated/gain"]
 
@@ -78,7 +78,7 @@ def test_bits_per_byte_divide_the_nats_and_the_bytes_of_the_same_targets(
     changes |= {"evaluate.max_batches": max_batches, "data.cache_dir": str(tmp_path / "cache")}
     config = run_files.tiny(tmp_path / "text.txt", **changes)
     row = trainer.train_and_evaluate(config, tmp_path / "run")
-    e, *_ = setup.finished(config, tmp_path / "run", None, ("eval",))
+    e, *_ = inference.restore(config, tmp_path / "run", None, ("eval",))
     batches = list(e.data.eval_batches(5, max_batches))
     targets = np.concatenate([batch["targets"][batch["weights"] > 0] for batch in batches])
     text = "".join(sorted(set(MIXED))[i] for i in targets)
@@ -86,7 +86,7 @@ def test_bits_per_byte_divide_the_nats_and_the_bytes_of_the_same_targets(
     expected = row["eval/loss"] * len(text) / math.log(2) / len(text.encode())
     assert row["eval/bits_per_byte"] == pytest.approx(expected, rel=1e-12)
     assert f"({expected:.4f} bits per byte)" in capsys.readouterr().out
-    again = finished_run.evaluate(config_of_run(tmp_path / "run"), tmp_path / "run")
+    again = inference.evaluate(config_of_run(tmp_path / "run"), tmp_path / "run")
     assert again["eval/bits_per_byte"] == row["eval/bits_per_byte"]
     assert f"{len(text):,} tokens, {len(text.encode()):,} bytes" in capsys.readouterr().out
 
@@ -111,7 +111,7 @@ def test_a_tokenizer_that_loses_text_is_evaluated_without_bits_per_byte(tmp_path
     refused(train, "best_metric")
     config.checkpoint.best_metric = "eval/loss"
     row = train()
-    row |= finished_run.evaluate(config_of_run(tmp_path / "run"), tmp_path / "run")
+    row |= inference.evaluate(config_of_run(tmp_path / "run"), tmp_path / "run")
     printed = capsys.readouterr().out
     assert row["eval/loss"] > 0 and not any("byte" in name for name in row)
     assert "held-out loss" in printed and "byte" not in printed
@@ -134,7 +134,7 @@ def test_calibration_sets_the_thresholds_of_the_last_checkpoint(selection, new_r
         trainer.train_and_evaluate(run_files.tiny(text, **changes), workdir)
         rows = {row["step"]: row for row in read_metrics(workdir)}
         for step in (STEPS - 1, STEPS):
-            state = setup.finished(config_of_run(workdir), workdir, step)[3]["state"]
+            state = inference.restore(config_of_run(workdir), workdir, step)[3]["state"]
             threshold = state["layers"]["block_0"]["threshold"]["quantile"]
             found[count, step] = rows[step], float(threshold)
     (row, threshold), (other_row, other_threshold) = found[2, STEPS], found[0, STEPS]
@@ -145,9 +145,9 @@ def test_calibration_sets_the_thresholds_of_the_last_checkpoint(selection, new_r
     assert earlier["eval/loss"] == other_earlier["eval/loss"]
     config = config_of_run(workdir)
     config.evaluate.calibrate = 0
-    assert finished_run.evaluate(config, workdir)["eval/loss"] == row["eval/loss"]
+    assert inference.evaluate(config, workdir)["eval/loss"] == row["eval/loss"]
     config.evaluate.calibrate = 1
-    refused(lambda: finished_run.evaluate(config, workdir), "config.evaluate.calibrate=1")
+    refused(lambda: inference.evaluate(config, workdir), "config.evaluate.calibrate=1")
 
 
 @pytest.mark.usefixtures("one_device")
@@ -172,7 +172,7 @@ def test_a_mixture_and_held_out_sets_are_logged_and_decide_the_best_checkpoint(t
     alone = config_of_run(run)
     alone.data.eval_source, alone.data.mixture = alone.data.eval_sets["c"], ()
     alone.data.eval_sets = ()
-    metrics = finished_run.evaluate(alone, run)
+    metrics = inference.evaluate(alone, run)
     for name in ("loss", "bits_per_byte", "tokens"):
         assert row[f"eval/c/{name}"] == pytest.approx(metrics[f"eval/{name}"], rel=1e-6)
     total = sum(row[f"eval/{name}/loss"] * row[f"eval/{name}/tokens"] for name in "ab")

@@ -48,8 +48,8 @@ def test_every_reader_of_json_refuses_damaged_files(tmp_path):
     run_dir.open_run(run, config, command_line=[]).commit({})
     (tmp_path / "shards").mkdir()
     readers = {
-        run / "config.json": lambda path: run_dir.recorded_config(run),
-        run / "run.json": lambda path: run_dir.run_record(run),
+        run / "config.json": lambda path: run_dir.RunDir(run).config,
+        run / "run.json": lambda path: run_dir.RunDir(run).record,
         tmp_path / "tokenizer.json": load_tokenizer,
         tmp_path / INDEX: lambda path: Tensors(tmp_path),
         tmp_path / "shards/meta.json": lambda path: shards.TokenShards("x", str(path.parent), run),

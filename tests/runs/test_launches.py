@@ -7,9 +7,6 @@ import functools
 import json
 import math
 import os
-import pathlib
-import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -22,15 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import refusals
-from run_files import TINY, largest_file, move, tiny
+from run_files import TINY, edit_record, largest_file, move, tiny
 
 from efx import main, run_dir
 from efx.checkpoint import start_from
 from efx.config.load import config_of_run, to_config
 from efx.configs import common
-from efx.errors import UsageError
 from efx.logging import read_metrics
-from efx.train import finished_run, setup, trainer
+from efx.train import inference, setup, trainer
 from efx.train.step import TrainState
 
 TEXT = "".join(f"line {i} of the text\n" for i in range(100))
@@ -110,7 +106,7 @@ def test_a_killed_run_resumes_bit_for_bit(trained, tmp_path, root, monkeypatch):
 
 
 def assert_same_parameters(*runs):
-    restored = [setup.finished(config_of_run(run), run)[2] for run in runs]
+    restored = [inference.restore(config_of_run(run), run)[2] for run in runs]
     for a, b in zip(*map(jax.tree.leaves, restored), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -121,19 +117,19 @@ def assert_same_parameters(*runs):
 def test_a_text_that_grew_keeps_its_held_out_part(copy):
     """A run resumes on a changed text on request only, and what was held out stays held out."""
     text, run = copy / "a.txt", copy / "run"
-    record = run_dir.run_record(run)
+    record = run_dir.RunDir(run).record
     with open(text, "a") as file:
         file.write("more\n" * 200)
     more = {"steps": 3}
     refused(tiny(text, **more), run, "config.data.source=", "keep_split")
-    refusals.refused(lambda: finished_run.evaluate(tiny(text), run), "config.data.source=")
+    refusals.refused(lambda: inference.evaluate(tiny(text), run), "config.data.source=")
     keep = {"data.on_change": "keep_split"}
-    assert finished_run.evaluate(tiny(text, **keep), run)["eval/tokens"] == int(0.1 * len(TEXT)) - 1
+    assert inference.evaluate(tiny(text, **keep), run)["eval/tokens"] == int(0.1 * len(TEXT)) - 1
     trainer.train_and_evaluate(tiny(text, **more, **keep), run)
     # The new text is recorded, and no longer needs permission.
-    again, before = (each["text"]["train"][""] for each in (run_dir.run_record(run), record))
+    again, before = (each["text"]["train"][""] for each in (run_dir.RunDir(run).record, record))
     assert again["held_out"] == before["held_out"] and again["content"] != before["content"]
-    metrics = finished_run.evaluate(tiny(text, **more), run)
+    metrics = inference.evaluate(tiny(text, **more), run)
     assert metrics["eval/tokens"] == int(0.1 * len(TEXT)) - 1
 
 
@@ -143,7 +139,7 @@ def test_a_text_may_move_but_not_change(copy):
     refused(tiny(moved, **{"steps": 3}), run, f"config.data.source=text:{moved}")
     (copy / "a.txt").rename(moved)
     trainer.train_and_evaluate(tiny(moved, **{"steps": 3}), run)
-    metrics = finished_run.evaluate(config_of_run(run), run)
+    metrics = inference.evaluate(config_of_run(run), run)
     assert metrics["eval/tokens"] == int(0.1 * len(TEXT)) - 1
 
 
@@ -152,14 +148,12 @@ def test_another_text_is_evaluated_from_its_first_byte_to_its_last(trained, tmp_
     (tmp_path / "other.txt").write_text("another text\n" * 30)
     changes = {"data.max_bytes": 40, "data.eval_fraction": 0.01}
     other = tiny("/gone", **changes, **{"data.eval_source": f"text:{tmp_path}/other.txt"})
-    assert finished_run.evaluate(other, trained / "run")["eval/tokens"] == 13 * 30 - 1
+    assert inference.evaluate(other, trained / "run")["eval/tokens"] == 13 * 30 - 1
     # Another split of the run's own text would evaluate on text that it was trained on.
     for key, value in (("eval_fraction", 0.5), ("max_bytes", 500), ("split", "documents")):
         config = tiny(trained / "a.txt", **{f"data.{key}": value})
         run = trained / "run"
-        refusals.refused(
-            functools.partial(finished_run.evaluate, config, run), f"config.data.{key}"
-        )
+        refusals.refused(functools.partial(inference.evaluate, config, run), f"config.data.{key}")
 
 
 def test_a_run_with_an_evaluation_text_holds_nothing_out_and_refuses_another(trained, tmp_path):
@@ -168,7 +162,7 @@ def test_a_run_with_an_evaluation_text_holds_nothing_out_and_refuses_another(tra
     config = tiny(trained / "a.txt", **{"data.eval_source": f"text:{text}", "steps": 1})
     row = trainer.train_and_evaluate(config, tmp_path / "run")
     assert row["eval/tokens"] == 359
-    assert run_dir.recorded_text(tmp_path / "run")["train"][""]["held_out"] is None
+    assert run_dir.RunDir(tmp_path / "run").text_record["train"][""]["held_out"] is None
     text.write_text("held out\n" * 41)
     refused(config, tmp_path / "run", "config.data.eval_source=")
 
@@ -192,10 +186,10 @@ def test_a_directory_without_a_checkpoint_is_free_for_any_config(trained, tmp_pa
     (tmp_path / "run/samples/step_9.txt").write_text("of the other run")
     config = tiny(trained / "a.txt", **{"seed": 1, "steps": 1})
     trainer.train_and_evaluate(config, tmp_path / "run")
-    assert run_dir.recorded_config(tmp_path / "run")["seed"] == 1
+    assert run_dir.RunDir(tmp_path / "run").config["seed"] == 1
     assert json.loads((tmp_path / "run/tokenizer.json").read_text())["kind"] == "bytes"
     assert steps_of(tmp_path / "run") == [1]
-    assert len(run_dir.run_record(tmp_path / "run")["launches"]) == 1
+    assert len(run_dir.RunDir(tmp_path / "run").record["launches"]) == 1
     assert not list((tmp_path / "run/samples").iterdir())
 
 
@@ -227,9 +221,9 @@ def test_a_run_without_its_metrics_or_record_is_refused(copy):
     (copy / "rows").rename(run / "metrics.jsonl")
     # The record is a copy, which any launch writes again, unless the checkpoints are missing too.
     (run / "run.json").unlink()
-    trainer.train_and_evaluate(config, run)
+    trainer.train_and_evaluate(tiny(copy / "a.txt", **{"steps": 3}), run)
     shutil.rmtree(run / "checkpoints")
-    refused(config, run, f"--workdir={run}", "checkpoints/2")
+    refused(config, run, f"--workdir={run}", "checkpoints/3")
     (run / "run.json").unlink()
     refused(config, run, f"--workdir={run}", "run.json")
 
@@ -252,7 +246,9 @@ def test_a_run_whose_text_tokenizer_or_settings_were_replaced_is_refused(copy):
     copies of the record say, config.json and run.json, does not matter."""
     text, run = copy / "a.txt", copy / "run"
     config = tiny(text, **{"steps": 3})
-    (run / "run.json").unlink()
+    copied = json.loads((run / "run.json").read_text())
+    edited = {**copied, "tokenizer": "of another run", "subset": "of another run"}
+    (run / "run.json").write_text(json.dumps(edited))
     (run / "config.json").write_text('{"seed": 5, "steps": 5, "model": {}}')
     text.write_text(TEXT[::-1])
     refused(config, run, str(text))
@@ -262,12 +258,25 @@ def test_a_run_whose_text_tokenizer_or_settings_were_replaced_is_refused(copy):
     whole = path.read_text()
     path.write_text(whole + " ")
     refused(config, run, path.name)
-    refusals.refused(lambda: finished_run.sample(tiny(text), run), path.name)
+    refusals.refused(lambda: inference.sample(tiny(text), run), path.name)
     path.unlink()
     refused(config, run, path.name)
     path.write_text(whole)
+    edit_record(run, lambda record: record | {"subset": "of other documents"})
+    refused(config, run, "config.data.subset")
+    edit_record(run, lambda record: {k: v for k, v in record.items() if k != "subset"})
     trainer.train_and_evaluate(config, run)
     assert json.loads((run / "config.json").read_text())["seed"] == 0
+
+
+def test_running_out_of_memory_is_one_line_with_the_settings_to_lower(copy, monkeypatch):
+    def too_large(training, seed):
+        return jax.block_until_ready(jax.jit(lambda: jnp.zeros((2**23, 2**23)) + 1.0)())
+
+    monkeypatch.setattr(setup.Training, "new_state", too_large)
+    launch = functools.partial(trainer.train_and_evaluate, tiny(copy / "a.txt"), copy / "new")
+    names = "config.data.batch_size=8", "config.train.accumulation=1", "--mode=compile"
+    refusals.refused(launch, "training ran out of memory", *names)
 
 
 def test_a_run_whose_last_save_fails_has_not_finished(copy, capsys):
@@ -294,8 +303,29 @@ def test_one_launch_at_a_time_writes_and_others_may_read(copy):
     config, run = tiny(copy / "a.txt", **{"steps": 3}), copy / "run"
     with run_dir.Lock(run):
         refused(config, run, f"--workdir={run}", f"process {os.getpid()}")
-        refusals.refused(lambda: trainer.compose(config, run), f"--workdir={run}")
-        assert math.isfinite(finished_run.evaluate(tiny(copy / "a.txt"), run)["eval/loss"])
+        compose = functools.partial(trainer.train_and_evaluate, config, run, train=False)
+        refusals.refused(compose, f"--workdir={run}")
+        assert math.isfinite(inference.evaluate(tiny(copy / "a.txt"), run)["eval/loss"])
+
+
+def test_of_two_launches_that_start_in_a_new_directory_one_trains(copy, monkeypatch):
+    """The other one finds the lock taken, or a run where there was none."""
+    config, folder, take = tiny(copy / "a.txt"), copy / "new", run_dir.Lock.take
+
+    def take_late(lock):
+        shutil.copytree(copy / "run", folder)
+        take(lock)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_dir.Lock, "take", take_late)
+        refusals.refused(lambda: trainer.train_and_evaluate(config, folder), "while this one")
+    shutil.rmtree(folder)
+    with run_dir.Lock(folder) as other, monkeypatch.context() as patch:
+        patch.setattr(run_dir.Lock, "__enter__", lambda lock: lock)  # it was absent at the start
+        other.take()
+        launch = functools.partial(trainer.train_and_evaluate, config, folder)
+        refusals.refused(launch, f"process {os.getpid()}")
+    assert not (folder / "checkpoints").exists()
 
 
 # ---- the end -------------------------------------------------------------------------------------
@@ -343,7 +373,7 @@ def test_running_averages_of_the_same_shape_come_from_the_run_started_from(tmp_p
     (tmp_path / "a").mkdir()
     config = common.base()
     old = state(7.0, {"block_1": 3, "block_3": 9, "block_5": 3})
-    with setup.checkpointer(tmp_path / "a", to_config(config).checkpoint) as checkpoints:
+    with inference.checkpointer(tmp_path / "a", to_config(config).checkpoint) as checkpoints:
         checkpoints.save(5, old, {}, {})
     config.init.run = str(tmp_path / "a")
     config.init.rename = (("layers/block_2/(.*)", r"layers/block_5/\1"),)
@@ -362,7 +392,7 @@ def test_a_run_starts_with_the_parameters_of_the_run_started_from(trained, tmp_p
     config = tiny(trained / "a.txt", **changes)
     trainer.train_and_evaluate(config, tmp_path / "next")
     assert_same_parameters(trained / "run", tmp_path / "next")
-    assert run_dir.run_record(tmp_path / "next")["origin"]["step"] == 2
+    assert run_dir.RunDir(tmp_path / "next").record["origin"]["step"] == 2
 
 
 def test_the_tokenizer_is_that_of_the_run_started_from(trained, tmp_path):
@@ -370,30 +400,16 @@ def test_the_tokenizer_is_that_of_the_run_started_from(trained, tmp_path):
     # Its file is the same tokenizer by another name.
     shutil.copy(run / "tokenizer.json", tmp_path)
     same = {"init.run": str(run), "data.tokenizer": str(tmp_path / "tokenizer.json")}
-    e = setup.experiment(to_config(tiny(trained / "a.txt", **same)), tmp_path / "next")
+    e = setup.experiment(
+        to_config(tiny(trained / "a.txt", **same)), run_dir.RunDir(tmp_path / "next")
+    )
     assert e.tokenizer.kind == "bytes"
 
 
 def test_more_steps_warn_if_they_change_the_learning_rate(copy, capsys):
     longer = {"steps": 5, "optim.schedule.kind": "constant"}
-    setup.experiment(to_config(tiny(copy / "a.txt", **longer)), copy / "run")
+    run = run_dir.RunDir(copy / "run")
+    setup.experiment(to_config(tiny(copy / "a.txt", **longer)), run)
     assert capsys.readouterr().err == ""
-    setup.experiment(to_config(tiny(copy / "a.txt", **{"steps": 5})), copy / "run")
+    setup.experiment(to_config(tiny(copy / "a.txt", **{"steps": 5})), run)
     assert "0.000868 instead of 0.0001" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_batch_that_the_runtime_cannot_allocate_is_one_line(trained, tmp_path):
-    """The estimate before the launch fits. The address space of this process has a GiB left, less
-    than the activations of the batch."""
-    size = {"model.width": 8, "model.mlp.hidden": 2**16, "data.batch_size": 2**12}
-    config = tiny(trained / "a.txt", **size)
-    status = pathlib.Path("/proc/self/status").read_text()
-    used = 1024 * int(re.search(r"VmSize:\s+(\d+) kB", status)[1])
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, hard))
-    try:
-        with pytest.raises(UsageError, match="config.data.batch_size=4096"):
-            trainer.train_and_evaluate(config, tmp_path / "run")
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
 import sys
 import types
 from types import SimpleNamespace
@@ -223,31 +221,6 @@ def test_wandb_resumes_the_same_run_and_gets_each_step_once(tmp_path, monkeypatc
     assert launch(1, 2)[1] == []
     assert launch(1, 2, 3, 4, 5)[1] == [5]
     assert launch(None, 1)[0]["id"] is None
-
-
-WANDB = """if True:
-    import sys
-    from efx.logging import MetricsWriter
-    for resume_step, last in ((None, 13), (10, 12), (10, 15)):
-        with MetricsWriter(
-            sys.argv[1], tensorboard=False, wandb={"project": "p"}, resume_step=resume_step
-        ) as writer:
-            writer.truncate_after(resume_step or 0)
-            for step in range(resume_step + 1 if resume_step else 9, last + 1):
-                writer.write(step, {"loss": 1.0})
-                writer.write(step, {"eval": 1.0})
-"""
-
-
-@pytest.mark.slow
-def test_wandb_itself_accepts_the_calls_offline(tmp_path, root):
-    pytest.importorskip("wandb")
-    command = [sys.executable, "-c", WANDB, str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": str(root), "WANDB_MODE": "offline"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert len(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) == 3
-    assert [row["step"] for row in read_metrics(tmp_path)] == [9, 10, 11, 12, 13, 14, 15]
 
 
 # ---- late fetching and means -----------------------------------------------------------------

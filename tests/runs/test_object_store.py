@@ -15,7 +15,7 @@ from efx.data import load, write_token_shards
 from efx.data.tokenizers import ByteTokenizer
 from efx.errors import TransientError, UsageError
 from efx.logging import read_metrics
-from efx.train import finished_run, trainer
+from efx.train import inference, trainer
 
 SMALL = {
     "model.attention.num_heads": 1, "optim.schedule.decay_steps": 8, "log.tensorboard": True,
@@ -74,10 +74,10 @@ def test_a_run_in_a_bucket_has_the_losses_samples_and_files_of_one_on_a_disk(run
 
 def test_a_run_in_a_bucket_is_evaluated_and_sampled_from(run):
     recorded, stream = config(run, steps=4), StringIO()
-    metrics = finished_run.evaluate(recorded, RUN)
+    metrics = inference.evaluate(recorded, RUN)
     assert metrics["eval/loss"] == pytest.approx(read_metrics(RUN)[-1]["eval/loss"])
     recorded.sample.prompt = "abc"
-    finished_run.sample(recorded, RUN, stream=stream)
+    inference.sample(recorded, RUN, stream=stream)
     assert stream.getvalue().startswith("abc") and len(stream.getvalue()) > 3
 
 
@@ -91,11 +91,11 @@ def test_damage_in_a_bucket_is_found(run, objects):
     data[len(data) // 2] ^= 1
     try:
         object_store.put(name, data)
-        refused(lambda: finished_run.sample(recorded, RUN), "checkpoint 4", name.rsplit("/", 1)[1])
+        refused(lambda: inference.sample(recorded, RUN), "checkpoint 4", name.rsplit("/", 1)[1])
         for last in ("efx_manifest.json", "commit_success.txt"):
             objects.update(before)
             del objects[begin + last]
-            refused(lambda: finished_run.sample(recorded, RUN), RUN, "no finished checkpoint")
+            refused(lambda: inference.sample(recorded, RUN), RUN, "no finished checkpoint")
     finally:
         objects.update(before)
 
@@ -170,11 +170,9 @@ def test_an_upload_that_fails_is_tried_again_and_at_the_end_an_error(objects, mo
         assert len(list(local.rglob("*.txt"))) == 2
         (local / "samples/step_2.txt").unlink()
         (local / "metrics.jsonl").write_text("rows")
-        (local / ".metrics.jsonl.1.tmp").write_text("half")
         with monkeypatch.context() as patch:
             patch.setattr(object_store, "put", None)
             mirror.upload(if_due=True)
-            mirror.wait()
             assert capsys.readouterr().err.startswith("efx: warning: gs://bucket/runs/mirrored")
             mirror.upload(if_due=True)  # not due for a minute
             assert capsys.readouterr().err == ""

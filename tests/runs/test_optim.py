@@ -117,11 +117,6 @@ def test_rates_by_hand(total, shape, expected):
     np.testing.assert_allclose(rates, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_a_warmup_that_does_not_fit_is_reported(params, caplog):
-    built(params, schedule=dict(warmup_steps=50))
-    assert "config.optim.schedule.warmup_steps=50" in caplog.text
-
-
 # --- clipping, decay, freezing, multipliers -------------------------------------------------------
 
 
@@ -141,7 +136,6 @@ def test_decay_shrinks_decayed_parameters_by_lr_times_decay(params, name):
     """With gradient 0 only the decay moves a parameter; norm scales of a stack are not decayed."""
     transformation = built(params, name=name, schedule=CONSTANT, lr_multipliers=(("head/.*", 0.5),))
     updates, _ = first_update(transformation, params, jax.tree.map(np.zeros_like, params))
-    # Schedule-free moves y, a mean of x and z; on the first step both move alike.
     for path, update in updates.items():
         factor = 0.01 * 0.1 * path.endswith(("kernel", "embedding"))
         factor *= 0.5 if path.startswith("head") else 1.0
@@ -161,14 +155,12 @@ def test_frozen_parameters_do_not_change_and_have_no_state(params, name):
         assert np.array_equal(leaf, after[path]) == is_frozen, path
     trained = sum(leaf.size for path, leaf in before.items() if path.startswith(("head", "units")))
     assert sum(leaf.size for leaf in jax.tree.leaves(state)) <= 2 * trained + 12
-    evaluated = optim.param_paths(optim.eval_params(name, state, params))
-    assert np.array_equal(evaluated["embed/embedding"], before["embed/embedding"])
     last = gradients(params, 3)
     norm = optax.tree.norm([last["units"], last["head"]])
     np.testing.assert_allclose(optim.grad_norm(state), norm, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "schedule_free_adamw"])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_multipliers_scale_the_update_and_the_first_match_wins(params, name):
     def update(multipliers, **changes):
         changes |= {"name": name, "schedule": CONSTANT, "lr_multipliers": multipliers}
@@ -219,35 +211,6 @@ def test_settings_give_the_optimiser_of_optax(params, changes, reference):
     rate = optim.make_schedule(config(), STEPS)
     plain = optax.chain(optax.clip_by_global_norm(1.0), reference(rate, decayed))
     assert_same(run(built(params, **changes), params)[0], run(plain, params)[0])
-
-
-def test_schedule_free_is_the_algorithm_of_the_paper():
-    """arXiv 2405.15682 in numpy, with warmup and decay: the average is weighted by the rates."""
-    rng = np.random.default_rng(0)
-    start, grads = rng.normal(size=(3, 2)), rng.normal(size=(6, 3, 2))
-    tree = {"a": {"kernel": jnp.asarray(start, jnp.float32)}}
-    warmup = dict(kind="constant", warmup_steps=3)
-    transformation = built(
-        tree, name="schedule_free_adamw", clip_norm=0.0, decay="a/kernel", schedule=warmup
-    )
-    state, params, update = transformation.init(tree), tree, jax.jit(transformation.update)
-    x = y = z = start
-    second, weight_sum = np.zeros_like(start), 0.0
-    for step, grad in enumerate(grads):
-        rate = min(1, (step + 1) / 4) * 0.01
-        second = 0.95 * second + 0.05 * grad**2
-        scaled = grad / (np.sqrt(second / (1 - 0.95 ** (step + 1))) + 1e-8)
-        z = z - rate * (scaled + 0.1 * y)
-        weight_sum += rate**2
-        fraction = rate**2 / weight_sum
-        x = (1 - fraction) * x + fraction * z
-        y = 0.9 * x + 0.1 * z
-        updates, state = update({"a": {"kernel": np.float32(grad)}}, state, params)
-        params = optax.apply_updates(params, updates)
-    np.testing.assert_allclose(params["a"]["kernel"], y, atol=1e-6)
-    evaluated = optim.eval_params("schedule_free_adamw", state, params)
-    np.testing.assert_allclose(evaluated["a"]["kernel"], x, atol=1e-6)
-    assert np.abs(x - y).max() > 1e-4
 
 
 def test_muon_is_optax_muon_for_each_hidden_matrix_and_adam_for_the_rest(params):

@@ -25,9 +25,9 @@ CONFIG = {
 MAY_DIFFER = ("steps", r"log\..*")
 
 
-def look(path, config=CONFIG, completed=None):
+def look(path, config=CONFIG, add_defaults=None):
     return run_dir.open_run(
-        path, config, command_line=["efx", "--x"], may_differ=MAY_DIFFER, completed=completed
+        path, config, command_line=["efx", "--x"], may_differ=MAY_DIFFER, add_defaults=add_defaults
     )
 
 
@@ -55,8 +55,8 @@ def files_of(folder):
 def test_a_new_run_and_its_records(tmp_path):
     path = tmp_path / "runs" / "a"
     run = open_run(path)
-    assert run.is_new and run.path == path
-    config = run_dir.recorded_config(path)
+    assert run.is_new and run.run.path == path
+    config = run_dir.RunDir(path).config
     assert config == json.loads(json.dumps(CONFIG))
     assert list(json.loads((path / "config.json").read_text())) == sorted(config)
     record = json.loads((path / "run.json").read_text())["launches"][0]
@@ -76,7 +76,7 @@ def test_a_new_run_and_its_records(tmp_path):
 def test_permitted_changes_are_recorded(tmp_path):
     open_run(tmp_path)
     open_run(tmp_path, changed(steps=200, log={"every": 5}))
-    assert run_dir.recorded_config(tmp_path)["steps"] == 200
+    assert run_dir.RunDir(tmp_path).config["steps"] == 200
     launches = json.loads((tmp_path / "run.json").read_text())["launches"]
     assert launches[1]["changed"] == {"steps": [100, 200], "log.every": [10, 5]}
     open_run(tmp_path, changed(seed=0.0))  # an equal number of another type is the same
@@ -85,12 +85,12 @@ def test_permitted_changes_are_recorded(tmp_path):
 def test_a_run_that_is_older_than_a_setting_resumes_at_its_default(tmp_path):
     open_run(tmp_path)
 
-    def completed(stored):
+    def add_defaults(stored):
         return {**stored, "model": {**stored["model"], "new": 1}}
 
-    assert not look(tmp_path, changed(model={"new": 1}), completed).is_new
-    refused(lambda: look(tmp_path, changed(model={"new": 2}), completed), "config.model.new")
-    run_dir.check_config(tmp_path, changed(model={"new": 1}), MAY_DIFFER, completed)
+    assert not look(tmp_path, changed(model={"new": 1}), add_defaults).is_new
+    refused(lambda: look(tmp_path, changed(model={"new": 2}), add_defaults), "config.model.new")
+    run_dir.RunDir(tmp_path).check_config(changed(model={"new": 1}), MAY_DIFFER, add_defaults)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_run_of_another_config_is_refused(tmp_path, config, names, copy):
 def test_a_directory_that_is_not_a_run_is_refused_and_left_alone(tmp_path):
     (tmp_path / "empty").mkdir()
     for name in ("absent", "empty"):
-        refused(lambda: run_dir.recorded_config(tmp_path / name), str(tmp_path / name))  # noqa: B023
+        refused(lambda: run_dir.RunDir(tmp_path / name).config, str(tmp_path / name))  # noqa: B023
     (tmp_path / "stray").mkdir()
     (tmp_path / "stray/slurm-1.out").write_text("")  # the output of a scheduler is allowed
     assert open_run(tmp_path / "stray").is_new
@@ -195,7 +195,7 @@ def test_a_config_of_another_kind_is_one_line_in_every_mode(tmp_path, text, caps
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("efx: error: ") and str(path) in line
     for key in ("data.source", "steps"):
-        refused(lambda: run_dir.recorded_setting(tmp_path, key), "config.json")  # noqa: B023
+        refused(lambda: run_dir.RunDir(tmp_path).setting(key), "config.json")  # noqa: B023
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["1", "checkpoints", "config.json"]
 
 
@@ -203,8 +203,8 @@ def test_a_config_of_another_kind_is_one_line_in_every_mode(tmp_path, text, caps
 def test_a_record_of_another_kind_is_one_line(tmp_path, text):
     open_run(tmp_path)
     (tmp_path / "run.json").write_text(text)
-    for read in (run_dir.run_record, run_dir.saved_tokenizer, open_run):
-        refused(lambda: read(tmp_path), "run.json")  # noqa: B023
+    refused(lambda: run_dir.RunDir(tmp_path).record, "run.json")
+    refused(lambda: open_run(tmp_path), "run.json")
 
 
 # ---- the lock ----------------------------------------------------------------------------------
@@ -260,8 +260,8 @@ def test_reading_a_run_needs_no_jax(tmp_path, root):
         import sys
         sys.modules["jax"] = sys.modules["numpy"] = None
         from efx.logging import read_metrics
-        from efx.run_dir import recorded_config
-        print(recorded_config(sys.argv[1])["steps"], read_metrics(sys.argv[1]))
+        from efx.run_dir import RunDir
+        print(RunDir(sys.argv[1]).config["steps"], read_metrics(sys.argv[1]))
     """
     command = [sys.executable, "-c", script, str(tmp_path)]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)

@@ -63,23 +63,13 @@ GPUS = [Device(i, i // 8, i, platform="gpu", device_kind="NVIDIA H100") for i in
     "devices, sizes", [(CHIPS, dict(data=-1, fsdp=4, tensor=2)), (GPUS, dict(data=2, fsdp=8))]
 )
 def test_only_data_crosses_slices_and_machines(devices, sizes):
-    groups = {} if devices is CHIPS else dict(dcn_data=2)  # slices are detected
-    laid_out = sharding.make_mesh(ONE | sizes | groups, devices).devices
+    laid_out = sharding.make_mesh(ONE | sizes, devices).devices
     slices = np.vectorize(lambda device: device.slice_index)(laid_out)
     assert np.all(slices == slices[:, :1, :1]) and set(slices.flat) == {0, 1}
 
 
-@pytest.mark.parametrize(
-    "devices, sizes, name",
-    [
-        (CHIPS, dict(fsdp=-1), "config.mesh.dcn_data"),
-        (CHIPS, dict(data=-1, dcn_data=1), "config.mesh.dcn_data=1"),
-        (CHIPS, dict(data=-1, dcn_data=4), "config.mesh.dcn_data=4"),
-        (GPUS, dict(data=16, dcn_data=16), "config.mesh.dcn_data=16"),
-    ],
-)
-def test_meshes_that_do_not_fit_the_slices_are_refused(devices, sizes, name):
-    refused(lambda: sharding.make_mesh(ONE | sizes, devices), name)
+def test_meshes_that_do_not_fit_the_slices_are_refused():
+    refused(lambda: sharding.make_mesh(ONE | dict(fsdp=-1), CHIPS), "data=1", "2 TPU slices")
 
 
 # ---- rules -------------------------------------------------------------------------------------
@@ -166,7 +156,7 @@ def test_gradients_of_the_table_on_a_mesh_are_those_of_one_device():
     by_row = sharding.batch_sharding(mesh, DEFAULT_RULES)
     with sharding.use(mesh, DEFAULT_RULES):
         got = jax.jit(
-            gradients(sharding.shard_count(mesh, DEFAULT_RULES, "batch")),
+            gradients(sharding.shard_count("batch", mesh, DEFAULT_RULES)),
             in_shardings=(layout, by_row, by_row, by_row),
             out_shardings=layout,
         )(params, *batch)
@@ -277,7 +267,7 @@ def test_padding_of_the_vocabulary_changes_nothing(tied):
 
 
 def test_the_vocabulary_is_padded_for_the_mesh():
-    ways = sharding.shard_count(mesh_of(data=2, fsdp=2, tensor=2), DEFAULT_RULES, "vocab")
+    ways = sharding.shard_count("vocab", mesh_of(data=2, fsdp=2, tensor=2), DEFAULT_RULES)
     config = families.small_config({"vocab_multiple": 0}).model
     model = models.build(config, vocab_size=257, context=8, dtype="float32", vocab_ways=ways)
     assert model.padded_vocab == 260
@@ -286,7 +276,7 @@ def test_the_vocabulary_is_padded_for_the_mesh():
 @pytest.mark.parametrize("sizes, shards", [(dict(data=2, fsdp=4), 8), (dict(data=2, tensor=4), 2)])
 def test_batches_are_split_by_row(sizes, shards):
     mesh = mesh_of(**sizes)
-    assert sharding.shard_count(mesh, DEFAULT_RULES, "batch") == shards
+    assert sharding.shard_count("batch", mesh, DEFAULT_RULES) == shards
     rows = np.arange(8 * 5).reshape(8, 5)
     batch = sharding.Placement(mesh, DEFAULT_RULES, 8)({"inputs": rows})["inputs"]
     np.testing.assert_array_equal(batch, rows)

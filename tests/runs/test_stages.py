@@ -14,7 +14,7 @@ from efx.configs import mod
 from efx.layers import flops
 from efx.logging import read_metrics
 from efx.run_dir import CHECKPOINTS
-from efx.train import finished_run, setup, trainer
+from efx.train import inference, setup, trainer
 
 pytestmark = pytest.mark.usefixtures("one_device")
 DENSE = {"mesh.data": -1, "model.depth": 1, "model.depth_routing.kind": "none", "steps": 1}
@@ -23,7 +23,7 @@ ROUTED = {"mesh.data": -1, "model.depth": 1, "model.depth_routing.every": 1, "st
 
 def arrays(folder):
     """{path: array} of a run's newest parameters."""
-    params = setup.finished(config_of_run(folder), folder)[2]
+    params = inference.restore(config_of_run(folder), folder)[2]
     return {
         jax.tree_util.keystr(path): np.asarray(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
@@ -81,25 +81,6 @@ def test_only_new_parameters_train(text, dense, tmp_path):  # noqa: F811
     ratio = last["flops"] / (tokens * e.ledger.nominal_per_token)
     executed = flops.executed(e.model, e.config.data.seq_len, e.config.data.batch_size)
     assert last["flops_realised"] == pytest.approx(last["step"] * ratio * executed)
-
-
-AVERAGED = {"optim.name": "schedule_free_adamw", "optim.schedule.kind": "constant"}
-
-
-@pytest.fixture(scope="module")
-def averaged(text, tmp_path_factory):  # noqa: F811
-    """(folder, last row) of a run whose optimiser averages."""
-    folder = tmp_path_factory.mktemp("averaged") / "run"
-    changes = {**DENSE, **AVERAGED, "optim.learning_rate": 0.01, "steps": 12}
-    return folder, run(folder, tiny(text, **changes))
-
-
-def test_a_run_starts_from_the_averages_of_another(text, averaged, tmp_path):  # noqa: F811
-    """It starts from the evaluated model."""
-    folder, first = averaged
-    still = {"optim.learning_rate": 1e-9, "optim.weight_decay": 0.0, "init.run": str(folder)}
-    second = run(tmp_path / "second", tiny(text, **DENSE | AVERAGED | still))
-    assert second["eval/loss"] == pytest.approx(first["eval/loss"], abs=1e-4)
 
 
 # ---- capacities that change ----------------------------------------------------------------------
@@ -199,9 +180,9 @@ def test_a_checkpoint_is_evaluated_and_sampled_at_the_capacity_of_its_stage(
         routed, overflow = (row[f"eval/router/{name}_fraction"] for name in ("routed", "overflow"))
         assert overflow < 0.02 and abs(routed - row["eval/router/capacity"]) < 0.2, step
     for step in (2, 4):
-        again = finished_run.evaluate(config_of_run(folder), folder, step)
+        again = inference.evaluate(config_of_run(folder), folder, step)
         assert again["eval/loss"] == rows[step]["eval/loss"]
-        sampled = finished_run.sample(config_of_run(folder), folder, step, io.StringIO())
+        sampled = inference.sample(config_of_run(folder), folder, step, io.StringIO())
         assert sampled["overflow"] == 0
         assert abs(sampled["routed_fraction"] - rows[step]["eval/router/capacity"]) < 0.2
 

@@ -1,6 +1,5 @@
 """The train step and the loop: non-finite steps, meshes, resuming, evaluation, logs."""
 
-import copy
 import shutil
 import time
 from types import SimpleNamespace
@@ -8,20 +7,19 @@ from types import SimpleNamespace
 import devices
 import families
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import run_files
-from refusals import refused
 
 from efx import models
 from efx.checkpoint import Checkpointer
+from efx.config.load import to_config
 from efx.configs import common
 from efx.logging import read_metrics
 from efx.parallel import sharding
 from efx.run_dir import finished_steps
 from efx.sampling import TextSampler
-from efx.train import memory, optim, run_log, setup, trainer
+from efx.train import inference, optim, run_log, setup, trainer
 from efx.train import step as step_lib
 from efx.train.evaluator import Evaluator
 
@@ -145,36 +143,13 @@ def test_a_finite_loss_with_an_overflowing_gradient_is_not_applied(reference):
     assert after.nonfinite_total == 1
 
 
-def test_eight_devices_train_like_one(reference):
-    """Losses of three steps; moments are laid out like their parameters."""
-    config, state, step = reference
-    config, expected = copy.deepcopy(config), []
-    batches = [batch_of(config, seed=i) for i in range(3)]
-    for batch in batches:
-        state, metrics = step(state, batch, np.uint32(0))
-        expected.append(float(metrics["train/loss"]))
-    for name in ("data", "fsdp", "tensor"):
-        config.mesh[name] = 2
-    mesh, rules = sharding.make_mesh(config.mesh), sharding.check_rules(config.rules)
-    model, optimizer, function = train_step_of(
-        config, groups=sharding.shard_count(mesh, rules, "batch")
-    )
-    boxed = models.variable_shapes(model)["params"]
-    shapes = jax.eval_shape(lambda: step_lib.init_state(model, optimizer, 0))
-    placed = step_lib.state_shardings(boxed, shapes, mesh, rules)
-    losses, placement = [], sharding.Placement(mesh, rules, config.data.batch_size)
-    with sharding.use(mesh, rules):
-        state = jax.jit(lambda: step_lib.init_state(model, optimizer, 0), out_shardings=placed)()
-        jitted = jax.jit(function, donate_argnums=0, out_shardings=(placed, None))
-        for batch in batches:
-            batch = placement(jax.tree.map(np.asarray, batch))
-            state, metrics = jitted(state, batch, np.uint32(0))
-            losses.append(float(metrics["train/loss"]))
-    np.testing.assert_allclose(losses, expected, rtol=2e-5)
+def test_moments_are_laid_out_like_their_parameters(text):
+    config = tiny(text, **{"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2})
+    state = setup.Training(setup.experiment_without_data(to_config(config), 64)).shapes
     kernel = state.params["layers"]["block_0"]["mlp"]["up"]["kernel"]
     moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.shape == kernel.shape]
-    assert not kernel.sharding.is_fully_replicated
-    assert all(m.sharding == kernel.sharding for m in moments) and len(moments) >= 2
+    assert not kernel.sharding.is_fully_replicated and len(moments) >= 2
+    assert all(moment.sharding == kernel.sharding for moment in moments)
 
 
 # A model that compiles fast.
@@ -224,7 +199,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(text, tmp_path, family):
         changes |= {"checkpoint.every": 1, "checkpoint.keep_last": 2}
         common.apply(config, shared | changes | RESUMED[family])
         trainer.train_and_evaluate(config, folder)
-        return setup.finished(config, folder)[1:]
+        return inference.restore(config, folder)[1:]
 
     with devices.only(1):
         straight = run(tmp_path / "straight")
@@ -254,14 +229,6 @@ def test_a_failing_evaluation_costs_no_step(text, tmp_path, monkeypatch):
     (row,) = read_metrics(tmp_path)
     assert row["train/loss"] and row["eval/loss"]
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step_00000001.txt"]
-
-
-def test_running_out_of_memory_is_one_line_with_the_settings_to_lower():
-    def too_large():
-        with memory.exhaustion_as_usage_error("training", "lower config.data.batch_size=8"):
-            jax.block_until_ready(jax.jit(lambda: jnp.zeros((2**23, 2**23)) + 1.0)())
-
-    refused(too_large, "training ran out of memory", "; lower config.data.batch_size=8")
 
 
 def test_checkpoints_by_time_are_saved_at_logged_steps_and_kept_by_the_same_rules(
@@ -367,7 +334,7 @@ def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys, monk
 
 def losses_of_repeats(config, workdir):
     """Mean losses of 8 rows of random tokens and of their repetition, on one device."""
-    e, _, params, variables = setup.finished(config, workdir, None, ("eval",))
+    e, _, params, variables = inference.restore(config, workdir, None, ("eval",))
     variables = sharding.gather({"params": params, **variables})
     (halves,) = e.data.repeated_batches(8, 8)
     model = e.model.clone(selection="causal")

@@ -267,6 +267,6 @@ def test_a_whole_study(tmp_path, here, started, one_device, capsys):
     optima, _ = tables.read_csv(workdir / "optima.csv")
     assert optima.seeds[0] == 2  # the seed that selected the rates is not used again
     assert (workdir / "curves.png").exists() and (workdir / "table.md").exists()
-    text = json.dumps(run_dir.run_record(started[0].folder)["text"], sort_keys=True)
+    text = json.dumps(run_dir.RunDir(started[0].folder).record["text"], sort_keys=True)
     assert {*points.text} == {run_dir.checksum(text)[:12]}  # as in published points
     assert isoflop.main([grid, f"--workdir={workdir}"]) == 0 and len(started) == 12

@@ -16,7 +16,7 @@ import pandas as pd
 
 from efx.layers import batch_means
 from efx.studies import plot, report, routing_map, token_choices
-from efx.train.step import by_layer
+from efx.train.eval_step import by_layer
 
 T = 24
 
@@ -41,6 +41,19 @@ def test_the_map_agrees_with_the_statistics_of_evaluation():
         np.testing.assert_allclose(computed_T.mean(), decided - overflow, atol=1e-6)
         assert 0 < computed_T.mean() < 1
     assert set(made.values("score")) == set(made.values("computed"))
+
+
+def test_the_map_has_the_entropy_and_the_loss_of_the_causal_predictions():
+    model = families.build("mod")
+    variables = {"params": families.params_of("mod"), **families.random_state(model)}
+    ids = families.tokens(batch=1, length=T, seed=3)[0]
+    found = token_choices.TokenMapper(model, variables)(ids[:-1], families.keys(), ids[-1])
+    causal = model.clone(selection="causal")
+    logits_TV = causal.apply(variables, ids[None, :-1], rngs=families.keys())[0]
+    log_p_TV = np.asarray(jax.nn.log_softmax(logits_TV))
+    entropy_T = -(np.exp(log_p_TV) * log_p_TV).sum(axis=-1)
+    np.testing.assert_allclose(found.entropy_T, entropy_T, atol=1e-4)
+    np.testing.assert_allclose(found.loss_T, -log_p_TV[np.arange(T - 1), ids[1:]], atol=1e-4)
 
 
 @pytest.mark.parametrize("name, quantity", [("moe", "experts"), ("dropout_attention", "kept")])
@@ -185,11 +198,11 @@ def test_a_report_in_a_browser(tmp_path):
 def test_a_report_shows_the_worth_and_the_gates_of_routed_blocks(tmp_path):
     config = {"data": {"tokenizer": "bytes"}, "model": {"depth": 2}, "seed": 0}
     health = {"eval/router/worth": 0.0123, "eval/router/gate_min": 0.3}
-    text = report.page(
-        [str(logged_run(tmp_path / "a", config, [(1, {"train/loss": 2.0} | health)]))]
-    )
+    row = {"train/loss": 2.0, "eval/adapter/gate": math.nan} | health
+    text = report.page([str(logged_run(tmp_path / "a", config, [(1, row)]))])
     for column in health:
         assert report.CURVES[column] in text
+    assert report.CURVES["eval/adapter/gate"] not in text  # it has no value
     assert ">0.0123<" in text
 
 

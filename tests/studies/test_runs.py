@@ -148,6 +148,13 @@ def test_intervals_of_the_recovered_share_cover_it():
     assert 930 < covered < 990
 
 
+def test_a_table_shows_numbers_with_four_digits_and_texts_in_one_line():
+    cells = [[1.23456, math.nan], ["a|b\nc", 3]]
+    assert tables.markdown(["x", "y"], cells).splitlines() == [
+        "| x | y |", "|---|---|", "| 1.2346 |  |", r"| a\|b c | 3 |",
+    ]  # fmt: skip
+
+
 def test_a_table_of_means_counts_diverged_seeds():
     losses = {"a": [2.0, 2.1, math.nan], "b": [math.nan] * 3, "c": [3.0] * 3}
     rows = [
@@ -232,13 +239,13 @@ def test_runs_of_different_texts_are_not_compared():
 
 # ---- processes ---------------------------------------------------------------------------------
 
-# Replaces Python: a run that marks its state, and saves for half a second on a signal.
+# Replaces Python: a run that marks its state, and saves for two seconds on a signal.
 RUN = """#!{python}
 import os, pathlib, signal, sys, time
 mark = pathlib.Path(__file__).parent / f"run_{{os.getpid()}}"
 def save(number, frame):
     signal.signal(number, signal.SIG_IGN)
-    time.sleep(0.5)
+    time.sleep(2)
     mark.write_text(f"saved by {{signal.Signals(number).name}}")
     sys.exit(0)
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

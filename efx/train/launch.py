@@ -1,4 +1,4 @@
-"""The files of a launch: check the run directory first, open it after all other checks."""
+"""One launch of a run: check its directory first, write there after all other checks."""
 
 import jax
 
@@ -37,53 +37,49 @@ MAY_DIFFER = (
 )
 
 
-class RunFiles:
-    """The run directory of a launch. The constructor checks the config and writes nothing.
+class Launch:
+    """A launch in a run directory. The constructor checks the config and writes nothing.
 
     Args:
       config: `Config`. lock: the `run_dir.Lock` of the directory.
     Attributes:
-      workdir: its path. is_new: whether there is no checkpoint to resume.
+      run: the `RunDir` as it was before. is_new: whether it has no checkpoint to resume.
       writer, mirror, record: see `open`.
     """
 
     def __init__(self, config, workdir, command_line, lock):
-        self.workdir, self._config, self._lock = io.folder(workdir), config, lock
-        self._command_line = list(command_line)
-        self.is_new = self._check_directory().is_new
+        self._config, self._lock = config, lock
+        self._opened = run_dir.open_run(
+            workdir,
+            schema.as_dict(config),
+            command_line=list(command_line),
+            may_differ=MAY_DIFFER,
+            add_defaults=with_new_defaults,
+        )
+        self.run, self.is_new = self._opened.run, self._opened.is_new
         if config.log.wandb:
             multihost.run_on_primary(workdir, lambda: check_wandb(config.log.wandb))
-
-    def _check_directory(self):
-        return run_dir.open_run(
-            self.workdir,
-            schema.as_dict(self._config),
-            command_line=self._command_line,
-            may_differ=MAY_DIFFER,
-            completed=with_new_defaults,
-        )
 
     def check_text(self, data):
         """UsageError if the text or its subset differs from the run's. Paths may change."""
         if self.is_new:
             return
-        record, c = run_dir.run_record(self.workdir), self._config.data
-        text = run_dir.recorded_text(self.workdir)
+        record, c, text = self.run.record, self._config.data, self.run.text_record
         for key in ("source", "eval_source"):
-            path_changed = getattr(c, key) != run_dir.recorded_setting(self.workdir, f"data.{key}")
+            path_changed = getattr(c, key) != self.run.setting(f"data.{key}")
             if path_changed and text and content_of(data.text_record, key) != content_of(text, key):
                 raise UsageError(
-                    f"config.data.{key}={getattr(c, key)}: --workdir={self.workdir} was trained on "
-                    "different text; use the same text, or another --workdir"
+                    f"config.data.{key}={getattr(c, key)}: --workdir={self.run.path} was trained "
+                    "on different text; use the same text, or another --workdir"
                 )
         if record.get("subset") != data.subset:
             raise UsageError(
                 f"config.data.subset={c.subset!r}: selects different documents from the run in "
-                f"--workdir={self.workdir}; use the run's subset, or another --workdir"
+                f"--workdir={self.run.path}; use the run's subset, or another --workdir"
             )
 
     def open(self, stack, step, data, origin, teacher_origin):
-        """Take the lock, check the directory again, record this launch, and open the metrics.
+        """Take the lock, record this launch, and open the metrics.
 
         Sets `mirror`, the `io.Mirror` of the directory; `writer`, its `MetricsWriter`; and
         `record`, for checkpoints.
@@ -92,30 +88,27 @@ class RunFiles:
           stack: ExitStack that closes the files. step: of the resume.
           origin, teacher_origin: of the initial parameters and of the teacher, or None.
         """
+        folder = self.run.path
         self._lock.take()
-        opened = self._check_directory()
-        if opened.is_new != self.is_new:
-            raise UsageError(
-                f"--workdir={self.workdir}: another launch trained there while this one started; "
-                "rerun the command"
-            )
-        c = self._config.log
+        if self.is_new:
+            multihost.run_on_primary(folder, self._check_still_new)
 
         def open_metrics():
             names = RESUMED_FILES if is_primary() else ()
-            self.mirror = stack.enter_context(io.Mirror(self.workdir, names))
-            writer = MetricsWriter(
-                self.mirror.path,
-                tensorboard=c.tensorboard,
-                wandb=self._wandb_arguments(),
-                resume_step=None if self.is_new else step,
+            self.mirror = stack.enter_context(io.Mirror(folder, names))
+            self.writer = stack.enter_context(
+                MetricsWriter(
+                    self.mirror.path,
+                    tensorboard=self._config.log.tensorboard,
+                    wandb=self._wandb_arguments(),
+                    resume_step=None if self.is_new else step,
+                )
             )
-            self.writer = stack.enter_context(writer)
 
         if jax.process_index() != 0:
             open_metrics()  # only process 0 writes
-        multihost.run_on_primary(self.workdir, open_metrics)
-        saved = run_dir.saved_tokenizer(self.workdir)
+        multihost.run_on_primary(folder, open_metrics)
+        saved = self.run.tokenizer_path
         tokenizer = saved.read_text(encoding="utf-8") if saved else data.tokenizer.to_json()
         entries = {
             "text": data.text_record,
@@ -125,18 +118,21 @@ class RunFiles:
             "teacher": teacher_origin,
         }
         contents = {run_dir.TOKENIZER_FILE: tokenizer}
-        if not c.wandb:
+        if not self._config.log.wandb:
             contents[WANDB_ID_FILE] = None
-        self.record = opened.commit(contents, **{k: v for k, v in entries.items() if v})
+        self.record = self._opened.commit(contents, **{k: v for k, v in entries.items() if v})
         self.writer.truncate_after(-1 if self.is_new else step)
+
+    def _check_still_new(self):
+        if run_dir.RunDir(self.run.path).has_result:
+            raise UsageError(
+                f"--workdir={self.run.path}: another launch trained there while this one started; "
+                "rerun the command"
+            )
 
     def _wandb_arguments(self):
         """Arguments of `wandb.init`; None without Weights & Biases."""
-        c = self._config.log
-        if not c.wandb:
+        if not self._config.log.wandb:
             return None
-        return {
-            "project": c.wandb,
-            "name": run_dir.run_name(self.workdir, self._command_line),
-            "config": schema.as_dict(self._config),
-        }
+        config, name = schema.as_dict(self._config), self.run.path.name
+        return {"project": self._config.log.wandb, "name": name, "config": config}
