@@ -164,8 +164,10 @@ def held_out_rows(name, rows, decision, is_evaluation):
 
 def held_out_digests(rows, decision, is_held_out):
     """V16 array: digests of the documents of which at least a part is held out."""
-    documents = Documents(rows)
-    return np.concatenate([documents.digests[documents.row[is_held_out]], _first(decision)])
+    documents, first = Documents(rows), _first(decision)
+    numbers = np.unique(documents.row[is_held_out])
+    # The second half of the first document does not count by itself.
+    return np.concatenate([documents.digests[numbers[len(first) :]], first])
 
 
 def _first(decision):

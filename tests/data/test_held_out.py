@@ -71,6 +71,13 @@ def test_the_tail_drops_no_text_and_cuts_no_character(texts, fraction):
         assert train + heldout == whole
 
 
+def test_both_halves_of_a_document_may_be_equal(tmp_path):
+    (tmp_path / "text.txt").write_text("one line\n" * 20)
+    config = make_config(f"text:{tmp_path}/text.txt", tmp_path, eval_fraction=0.5)
+    data = open_data(config)
+    assert text_of(data, "train") == text_of(data, "eval") == "one line\n" * 10
+
+
 @few_examples
 @given(st.lists(st.binary(min_size=1, max_size=30), min_size=1, max_size=20), st.floats(0.01, 0.99))
 def test_documents_are_whole_and_on_one_side(texts, fraction):
