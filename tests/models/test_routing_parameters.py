@@ -101,7 +101,8 @@ def test_a_setting_is_imported_converted_and_exported(name, value, tmp_path, loa
 
     if routing.kind == "mod":
         converted = new_run.with_dense(trained, {"params": before}, routing)
-        if routing.gate in ("twice_sigmoid", "one"):
+        has_attention = routing.target != "mlp_only"
+        if routing.gate in ("twice_sigmoid", "one") and has_attention:
             whole = models.changed(routed, **{"depth_routing.capacity": 1.0})
             found = logits(whole, converted, "train")
             expected = logits(model, {"params": before}, "train")
