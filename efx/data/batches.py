@@ -76,13 +76,20 @@ class Data:
         """int32[stop - start]: the tokens of `split` from `start` on."""
         return self._streams[split].windows([start], stop - start)[0]
 
+    @property
+    def _training_text(self):
+        """The setting of the training text and its value, for people."""
+        c = self._config
+        return (
+            "each part of config.data.mixture" if c.mixture else f"config.data.source={c.source!r}"
+        )
+
     def describe_held_out(self):
         """A description of the held-out split for people."""
         c = self._config
         if c.eval_source:
             return f"all of config.data.eval_source={c.eval_source!r}"
-        text = "config.data.mixture" if c.mixture else f"config.data.source={c.source!r}"
-        records = self.text_record["train"].values()
+        text, records = self._training_text, self.text_record["train"].values()
         if any("shards" in record["held_out"] for record in records):
             return f"the evaluation shards of {text}"
         description = f"split={c.split!r}, eval_fraction={c.eval_fraction}"
@@ -103,7 +110,7 @@ class Data:
         if self.is_cut:
             lines.append(
                 f"config.data.max_bytes={c.max_bytes}: only the first {c.max_bytes:,} bytes of "
-                f"config.data.source={c.source!r} are used; set it to 0 to use all"
+                f"{self._training_text} are used; set it to 0 to use all"
             )
         # Not parsed otherwise: the file that a setting names may be gone.
         is_bpe = c.tokenizer.startswith("bpe:")
