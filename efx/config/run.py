@@ -74,7 +74,7 @@ class DataConfig:
     packing: bool = False  # rows of whole documents: segment ids, restarted positions
     # Field of a record or a data set that holds the text; "": records are plain text.
     text_key: str = "text"
-    max_bytes: Bytes = 0  # limit of each source that is trained on; 0: none
+    max_bytes: Bytes = 0  # limit of each text that is trained on, not of tokens; 0: none
     document_bytes: Bytes = 0  # cut longer documents into pieces of this size; 0: never
     # File with a list of the training documents, with split="documents" (--mode=cluster writes
     # one for each cluster); "": all.

@@ -95,7 +95,8 @@ class Data:
         description = f"split={c.split!r}, eval_fraction={c.eval_fraction}"
         if self.keeps_earlier_split:
             description += ", as at the start of the run"
-        limit = f" of the first {c.max_bytes:,} bytes" if c.max_bytes else ""
+        is_limited = c.max_bytes and not c.source.startswith("tokens:")
+        limit = f" of the first {c.max_bytes:,} bytes" if is_limited else ""
         return f"the held-out part ({description}){limit} of {text}"
 
     @property

@@ -94,6 +94,11 @@ class Text:
         if kind == "tokens":
             self.shards = TokenShards(self.name, argument, root)
             self.shards.count_in_ids()
+            if max_bytes:
+                log.warning(
+                    "%s: config.data.max_bytes=%d does not limit tokens; set it to 0",
+                    self.name, max_bytes,
+                )  # fmt: skip
         else:
             self.source = sources.open_source(spec, setting, c, root, max_bytes)
         self.identity = (self.source or self.shards).identity
