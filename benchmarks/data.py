@@ -3,17 +3,17 @@
     python -m benchmarks.data [--seq-len=1024] [--batch-size=32] [--seconds=1]
 
 First table: opening each kind of data, new and from the cache. Second: batches from a memory-mapped
-file of 100 million random tokens and from the standard library, for each order. Third: memory, of
-training on a text that is tokenised meanwhile and is --buffers times as long as the buffer in which
-it is mixed; it should not grow. Fourth: tokenising, by the `tokenizers` library alone and as it is
-done here, in turns (the best of three is shown). Fifth: a jitted step of the size given by
---step-width, fed the same batch over and over and fed from the pipeline, in turns; the two should
-take the same time (the best of --rounds is shown).
+file of 100 million random tokens and from the standard library, for each order. Third: peak memory
+of preparing texts of --text MB, and one of 8 MB without spaces; at most 400 MB. Fourth: tokenising,
+by the `tokenizers` library alone and as it is done here, in turns (the best of three is shown).
+Fifth: a jitted step of the size given by --step-width, fed the same batch over and over and fed
+from the pipeline, in turns; the two should take the same time (the best of --rounds is shown).
 """
 
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,8 +24,9 @@ import numpy as np
 import efx.data
 from benchmarks.common import command
 from efx.config.run import DataConfig
-from efx.data import growing, sources
 from efx.data.bpe import train_bpe
+from efx.data.sources import open_source
+from efx.data.tokenise import prepare
 from efx.data.tokenizers import ByteTokenizer
 
 TOKENS = 100_000_000
@@ -78,22 +79,20 @@ def making(kinds, arguments):
 
 def tokenising(cache, arguments):
     config = config_for("stdlib", cache, arguments, max_bytes=1 << 24)
-    documents = [(d.name, d.data) for d in sources.open_source(config, Path(cache)).documents()]
-    texts = [data.decode() for _, data in documents]
-    megabytes = sum(len(data) for _, data in documents) / 1e6
+    source = open_source("stdlib", "", config, Path(cache), config.max_bytes)
+    documents = list(source.documents())
+    texts = [document.text for document in documents]
+    megabytes = sum(len(document.data) for document in documents) / 1e6
     tokenizer = train_bpe(texts, 8192)
     folders = iter(range(100))
 
-    def to_disk():
-        folder = Path(cache) / f"tokenising{next(folders)}"
-        folder.mkdir()
-        writer = growing.Writer(folder, "", lambda: iter(documents), tokenizer, 1 << 22)
-        assert writer.grow(1 << 60)
+    def to_shards():
+        prepare(source, tokenizer, Path(cache) / f"tokenising{next(folders)}")
 
     ways = {
         "the library's encode_batch": lambda: tokenizer._inner.encode_batch(texts),
-        "encode_documents": lambda: sum(map(len, tokenizer.encode_documents(documents))),
-        "to token files": to_disk,
+        "encode_documents": lambda: sum(len(i) for _, i in tokenizer.encode_documents(documents)),
+        "to token shards": to_shards,
     }
     best = dict.fromkeys(ways, float("inf"))
     for _ in range(3):
@@ -108,34 +107,43 @@ def tokenising(cache, arguments):
         print(f"  {name:<62}{megabytes / seconds:>8.1f}{library / seconds:>16.2f}")
 
 
-def resident(process="self"):
-    """Memory of a process in MB."""
-    with open(f"/proc/{process}/status") as file:
-        (line,) = [line for line in file if line.startswith("VmRSS")]
-    return int(line.split()[1]) / 1e3
+PEAK = """
+import sys
+import efx.data
+from efx.config.run import DataConfig
+source, tokenizer, cache = sys.argv[1:]
+efx.data.load(DataConfig(source="stdlib", max_bytes=10**5, cache_dir=cache), seed=0)
+def peak():  # of this process; ru_maxrss counts its parent, too
+    (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+    return int(line.split()[1]) / 1024
+begin = peak()
+data = efx.data.load(DataConfig(source=source, tokenizer=tokenizer, cache_dir=cache), seed=0)
+print(peak() - begin)
+"""
 
 
 def memory(cache, arguments):
-    buffer, rng = 1 << 22, np.random.default_rng(0)
-    path = Path(cache) / "long.jsonl"
-    with open(path, "w") as file:
-        for _ in range(arguments.buffers * buffer // 4000 + 1):
-            file.write(json.dumps({"text": rng.bytes(2000).hex()}) + "\n")
-    config = config_for(
-        f"jsonl:{path}", cache, arguments, split="documents", shuffle="buffer",
-        buffer_tokens=buffer,
-    )  # fmt: skip
-    data = efx.data.load(config, seed=0)
-    iterator, steps = data.train_iterator(), buffer // (arguments.batch_size * arguments.seq_len)
-    print(f"\n{'memory, MB, after so many buffers':<44}{'this process':>14}{'tokenising':>14}")
-    for buffers in range(1, arguments.buffers + 1):
-        for _ in range(steps):
-            next(iterator)
-        if buffers in (1, 2, 5) or buffers % 10 == 0:
-            # 0: it has ended.
-            writer = data._streams["train"]._writer
-            other = resident(writer.pid) if writer.poll() is None else 0
-            print(f"  {buffers:<42}{resident():>14.0f}{other:>14.0f}")
+    """Peak memory over that of a process that has read a small text."""
+    rng, size = np.random.default_rng(0), arguments.text << 20
+    code = "".join(d.text for d in open_source("stdlib", "", DataConfig(), Path(cache)).documents())
+    code = (code * (size // len(code) + 1))[:size]
+    lines = (json.dumps({"text": code[i : i + 4000]}) for i in range(0, size, 4000))
+    texts = {
+        "text:{}": ("code.txt", code),
+        "jsonl:{}": ("code.jsonl", "\n".join(lines)),
+        "text:{}, without spaces": ("word.txt", rng.bytes(1 << 22).hex()),
+    }
+    print(f"\n{'peak memory over a small text':<44}{'MB of text':>12}{'MB':>8}")
+    for form, (name, text) in texts.items():
+        path = Path(cache) / name
+        path.write_text(text)
+        for tokenizer in ("bytes", "bpe:1024"):
+            source = form.partition(",")[0].format(path)
+            command = [sys.executable, "-c", PEAK, source, tokenizer, cache]
+            peak = float(subprocess.run(command, capture_output=True, check=True).stdout)
+            label = f"{form.format(name)}, {tokenizer}"
+            print(f"  {label:<42}{len(text) / 1e6:>12.0f}{peak:>8.0f}")
+        path.unlink()
 
 
 def stepping(kinds, arguments):
@@ -182,7 +190,7 @@ def main(argv=None):
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=1.0, help="for each rate")
     parser.add_argument("--step-width", type=int, default=256)
-    parser.add_argument("--buffers", type=int, default=20, help="length of the text for memory")
+    parser.add_argument("--text", type=int, default=100, help="MB of the text for memory")
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:

@@ -78,7 +78,7 @@ def check_settings(data, run):
 
 def check_run_files(data, run):
     """A damaged file of a run directory."""
-    names = ["config.json", "run.json", "metrics.jsonl", "tokenizer.json", "held_out.json"]
+    names = ["config.json", "run.json", "metrics.jsonl", "tokenizer.json"]
     name = data.draw(st.sampled_from(names))
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder) / "run"
@@ -102,7 +102,8 @@ def check_text(data, run):
         def read():
             config = default_config("decoder")
             config.data.source = f"{kind}:{path}"
-            source = open_source(to_config(config).data, pathlib.Path(folder))
+            spec, c = config.data.source, to_config(config).data
+            source = open_source(spec, "config.data.source", c, pathlib.Path(folder))
             return sum(len(document.data) for document in source.documents())
 
         works_or_one_line(read)

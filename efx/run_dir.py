@@ -3,7 +3,6 @@
     config.json      every setting, sorted
     run.json         the run's record, and one entry for each launch (versions, git revision,
                      devices, command line, time, newest saved checkpoint)
-    held_out.json    the held-out part of the text              (efx.data.opened)
     tokenizer.json
     metrics.jsonl    one line for each logged step              (efx.logging)
     checkpoints/     one directory for each kept step           (efx.checkpoint)
@@ -48,7 +47,6 @@ MANIFEST = "efx_manifest.json"
 ITEMS = ("state", "data", "meta")
 COMMITTED = "commit_success.txt"  # orbax's last file in an object store
 METRICS_FILE = "metrics.jsonl"
-HELD_OUT_FILE = "held_out.json"
 TOKENIZER_FILE = "tokenizer.json"
 CLUSTERING = "clusters/clustering.json"
 LOCK_FILE = ".lock"
@@ -179,25 +177,10 @@ class RunDir:
             )
         return path if text is not None else None
 
-    @functools.cached_property
-    def origin(self):
-        """`Data.origin` of the run; None if its text is not recorded.
-
-        Raises: UsageError if held_out.json is not the recorded one: held-out text could be trained
-          on.
-        """
-        entry = self.record.get("text")
-        if entry is None:
-            return None
-        path = self.path / HELD_OUT_FILE
-        text = _read_text(path)
-        if checksum(text) != entry["held_out"]:
-            raise UsageError(
-                f"{path}: the list of held-out documents is missing or was changed; restore the "
-                "file, or use another --workdir"
-            )
-        decision = json.loads(text) if text else {"of": None, "held_out": None}
-        return {**decision, **{name: entry[name] for name in ("source", "eval_source")}}
+    @property
+    def text_record(self):
+        """`Data.text_record` of the run; None if its text is not recorded."""
+        return self.record.get("text")
 
     def check_config(self, config, may_differ, add_defaults=None):
         """{key: [before, now]} of the permitted changes if `config` may resume the run.

@@ -40,8 +40,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # three properties of rows that have every kind of part, and three runs from end to end. Slow tests
 # among them are left out.
 QUICK = {
-    "test_selection",
-    "test_data", "test_data_changes", "test_decisions", "test_losses", "test_means", "test_optim",
+    "test_batches", "test_selection",
+    "test_changed_text", "test_decisions", "test_losses", "test_means", "test_optim",
     "test_routing", "test_run_dir", "test_settings",
 }  # fmt: skip
 QUICK_PROPERTIES = {

@@ -12,8 +12,8 @@ from refusals import refused
 
 import efx.data
 from efx.config.run import DataConfig
-from efx.config.schema import defaults
-from efx.data import held_out, sources, tokenizers
+from efx.config.schema import defaults, make
+from efx.data import held_out, shards, sources, tokenizers
 
 # A slow example on a busy machine is not an error.
 few_examples = settings(max_examples=15, deadline=None)
@@ -21,7 +21,7 @@ few_examples = settings(max_examples=15, deadline=None)
 
 def make_config(source, tmp_path, **changes):
     config = defaults(DataConfig())
-    small = dict(seq_len=8, batch_size=4, eval_fraction=0.25, buffer_tokens=64, text_key="")
+    small = dict(seq_len=8, batch_size=4, eval_fraction=0.25, text_key="")
     small |= dict(source=source, cache_dir=str(tmp_path / "cache"))
     config.update(small | changes)
     return config
@@ -76,33 +76,46 @@ def write_records(path, records):
     writer.close()
 
 
-def memory_source(texts):
-    """A source of the documents `texts` (bytes)."""
-
-    def documents():
-        return (sources.Document(str(i), text) for i, text in enumerate(texts) if text)
-
-    return sources.Source("documents", None, documents)
+def rows_of(texts):
+    """ROW[n] of documents (bytes)."""
+    return np.array([shards.text_row(text) for text in texts if text], shards.ROW)
 
 
 def read_documents(source, tmp_path, **changes):
     """The documents of a source."""
-    config = make_config(source, tmp_path, **changes)
-    return list(sources.open_source(config, tmp_path / "cache").documents())
+    c = make(DataConfig, make_config(source, tmp_path, **{"split": "documents", **changes}))
+    setting, root = "config.data.source", tmp_path / "cache"
+    return list(sources.open_source(source, setting, c, root, c.max_bytes).documents())
 
 
 def read_texts(source, tmp_path, **changes):
     return [document.data.decode() for document in read_documents(source, tmp_path, **changes)]
 
 
-def split_documents(source, method, eval_fraction):
-    """(split, name, bytes) of the pieces of a source that has no earlier split."""
-    return held_out.pieces(source, held_out.decide(source, method, eval_fraction))
+def split_documents(texts, method, eval_fraction, decision=None):
+    """(decision, {"train" or "eval": bytes of documents and parts of them, in order})."""
+    texts = [text for text in texts if text]
+    if not decision and method == "tail":
+        arguments = "documents", lambda: rows_of(texts), texts.__getitem__, eval_fraction
+        decision = held_out.choose_tail(*arguments)
+    elif not decision:
+        decision = held_out.choose_documents("documents", rows_of(texts), eval_fraction)
+    part = sources.Part(lambda: (sources.Document("", text) for text in texts), 0)
+    source = sources.Source("documents", "", str, [part]).cut_at({*decision.get("tail", ())})
+    texts = [document.data for document in source.documents()]
+    rows = np.array([shards.text_row(d.data, d.ends) for d in source.documents()], shards.ROW)
+    is_held_out = held_out.held_out_rows("documents", rows, decision, np.zeros(len(rows), bool))
+    found = held_out.held_out_digests(rows, decision, is_held_out)
+    is_trained = ~is_held_out & ~held_out.copies(rows, found)
+    return decision, {
+        "train": list(itertools.compress(texts, is_trained)),
+        "eval": list(itertools.compress(texts, is_held_out)),
+    }
 
 
 def token_ids(data, split):
-    """All token ids of a split; of one that grows when it is complete."""
-    return np.concatenate(data._streams[split].arrays()).tolist()
+    """All token ids of a split."""
+    return np.concatenate(data._streams[split].arrays).tolist()
 
 
 def text_of(data, split):

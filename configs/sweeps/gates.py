@@ -8,7 +8,7 @@ Eight dense blocks are ahead of four by some 0.06 nats there. All runs have equa
 order of data. Parts, after a colon:
 
     (none)     every arm, one seed
-    best       four arms and the dense models, four seeds
+    best       three arms, two controls and the dense models, four seeds
     context    rows of 1,024 tokens instead of 256, one seed
 """
 
@@ -43,6 +43,7 @@ ARMS = {
     "MLP without attention, slow router": SLOW | routed(target="mlp_only"),
     "all keys, slow router": SLOW | routed(kv_for_skipped=True),
     "MLP, positions": POSITION | routed(target="mlp"),
+    "all keys, identity, slow router": SLOW | routed(kv_for_skipped=True, gate="identity"),
     "all keys, positions": POSITION | routed(kv_for_skipped=True),
     "identity, slow router": SLOW | routed(gate="identity"),
     "sigmoid": FAST,
@@ -65,7 +66,13 @@ ARMS = {
     "twice sigmoid, slow router": SLOW | routed(gate="twice_sigmoid"),
     "attention, slow router": SLOW | routed(target="attention"),
 }
-BEST = "all keys, slow router", "sigmoid, slow router", "MLP, slow router", "all keys, positions"
+BEST = (
+    "all keys, slow router",
+    "identity, slow router",
+    "MLP, slow router",
+    "all keys, positions",
+    "MLP, positions",
+)
 LONG = {"data.seq_len": 1024, "data.batch_size": 2}
 CONTEXT = "sigmoid, slow router", "all keys, slow router", "MLP, slow router"
 COLUMNS = {

@@ -17,8 +17,9 @@ from efx.composition.clustering import ABOUT, Clustering, fit_clustering
 from efx.config import schema
 from efx.config.load import to_config
 from efx.data import sources
-from efx.data.opened import OpenedTexts
-from efx.data.subset import Subset
+from efx.data.disk_cache import content_key
+from efx.data.held_out import Subset
+from efx.data.texts import Texts
 from efx.errors import UsageError
 from efx.logging import tables
 
@@ -30,29 +31,27 @@ def split_documents(config_data):
 
     Raises: UsageError if the source is no text, or documents are split in the middle.
     """
-    for key in ("source", "eval_source"):
-        source = getattr(config_data, key)
+    for setting, source in config_data.specs().items():
         if source.startswith("tokens:"):
-            raise UsageError(f"config.data.{key}={source!r}: clustering needs text; use text:")
-    opened = OpenedTexts(config_data)
-    if opened.origin["held_out"] and config_data.split != "documents":
+            raise UsageError(f"{setting}={source!r}: clustering needs text; use text:")
+    if not config_data.eval_source and config_data.split != "documents":
         raise UsageError(
             f"config.data.split={config_data.split!r}: clustering needs whole documents; "
             "use config.data.split=documents"
         )
-    component_of, train, held_out = {}, {}, []
-    for text in filter(None, (opened.source, opened.eval_source)):
-        for document in text.documents():
+    texts = Texts(config_data)
+    component_of, documents = {}, {"train": [], "eval": []}
+    for text in texts.all():
+        for document in text.source.documents():
             component_of[sources.document_digest(document.data)] = document.component
-    for split, name, data in opened.pieces():
-        digest = sources.document_digest(data)
-        # A document that held-out text was cut out of is of no component.
-        document = sources.Document(name, data, component_of.get(digest, ""))
-        if split == "eval":
-            held_out.append(document)
-        else:
-            train.setdefault(digest, document)
-    return list(train.values()), held_out, opened.key()
+    for split, found in texts.documents().items():
+        for data in found:
+            # A document that held-out text was cut out of is of no component.
+            component = component_of.get(sources.document_digest(data), "")
+            documents[split].append(sources.Document("", data, component=component))
+    train = {sources.document_digest(document.data): document for document in documents["train"]}
+    key = content_key(texts.record, texts.subset and texts.subset.key)
+    return list(train.values()), documents["eval"], key
 
 
 def run(config, workdir, command_line=()):

@@ -18,7 +18,7 @@ from efx.composition import CLUSTERS, SEED, documents_file, expert_folder
 from efx.composition.clustering import Clustering
 from efx.config import schema
 from efx.config.load import config_of_run, to_config
-from efx.data.subset import Subset
+from efx.data.held_out import Subset
 from efx.errors import UsageError, warn
 from efx.train import inference
 

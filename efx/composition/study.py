@@ -124,12 +124,12 @@ class Study:
 
     def write_mixture(self):
         """Write the file of the mixture, unless it has this text already."""
-        from efx.data.opened import OpenedTexts
+        from efx.data.texts import Texts
 
         path, texts = self.folder / "mixture.txt", []
         for name in self.mixed:
-            pieces = OpenedTexts(self.runs[name].config().data).pieces()
-            texts.append(b"".join(text for split, _, text in pieces if split == "train"))
+            documents = Texts(self.runs[name].config().data).documents()
+            texts.append(b"".join(documents["train"]))
         text = interleaved(texts).decode(errors="replace")
         if not path.exists() or path.read_bytes() != text.encode():
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ Settings of models are in `efx.layers.config`, `efx.routing.config` and the file
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
@@ -41,8 +42,12 @@ class DataConfig:
     # "stdlib": the source code of the running Python's standard library; "text:PATH" (file,
     # folder or glob); "tokens:PATH" (token shards); "arrayrecord:GLOB"; "jsonl:PATH" (also .gz,
     # .zst); "parquet:PATH"; "hf:NAME" or "hf:NAME:CONFIG"; "pydoc", Python's language reference;
-    # "mix:stdlib,text:PATH", the documents of several of these.
+    # "mix:stdlib,text:PATH", the documents of several of these, one after another.
     source: str = "stdlib"
+    # Several sources in place of `source`, with weights: {"code": ("text:A", 0.7), "wiki":
+    # ("text:B", 0.3)}. A weight that changes is ((step, weight), ...), from each step on. ():
+    # none.
+    mixture: object = ()
     # "bytes", "chars", "bpe:8192" (trained on the training split, saved in the run), "hf:gpt2"
     # (of a model on the Hugging Face hub), or the path of a tokenizer.json.
     tokenizer: str = "bytes"
@@ -53,22 +58,23 @@ class DataConfig:
     batch_size: Count = 16  # sequences in a step, over all devices and hosts
     # A source that is held out as a whole, independent of max_bytes: official test files, or
     # with --mode=evaluate any other text. Nothing is held out of `source` then, but documents that
-    # exactly equal one of eval_source are not trained on. "": use the next two settings.
+    # exactly equal one of eval_source are not trained on. "": use eval_fraction and split.
     eval_source: str = ""
+    # Further sources that are held out as a whole, {"wiki": "text:PATH"}; each evaluation logs
+    # eval/wiki/loss and eval/wiki/bits_per_byte. (): none.
+    eval_sets: object = ()
     eval_fraction: ProperFraction = 0.1  # fraction of the source that is held out
     # "tail": the end of the stream; "documents": whole documents, by hash
     split: Literal["tail", "documents"] = "tail"
     # If the content of the source has changed since the start of the run: "error"; "keep_split":
     # keep the held-out text and train on everything else.
     on_change: Literal["error", "keep_split"] = "error"
-    # "windows": every window once an epoch; "random": random starts; "buffer": train while the
-    # text is tokenised, on windows shuffled within buffer_tokens; after one epoch like "windows".
-    shuffle: Literal["windows", "random", "buffer"] = "windows"
-    buffer_tokens: Count = 1 << 22  # tokens that "buffer" shuffles at a time
+    # "windows": every window once an epoch; "random": random starts.
+    shuffle: Literal["windows", "random"] = "windows"
     packing: bool = False  # rows of whole documents: segment ids, restarted positions
     # Field of a record or a data set that holds the text; "": records are plain text.
     text_key: str = "text"
-    max_bytes: Bytes = 0  # limit of the source (of each part of a mixture); 0: none
+    max_bytes: Bytes = 0  # limit of each text that is trained on, not of tokens; 0: none
     document_bytes: Bytes = 0  # cut longer documents into pieces of this size; 0: never
     # File with a list of the training documents, with split="documents" (--mode=cluster writes
     # one for each cluster); "": all.
@@ -76,54 +82,93 @@ class DataConfig:
     cache_dir: str = ""  # tokenised data; "": $EFX_CACHE or ~/.cache/efx
 
     def check(self):
+        object.__setattr__(self, "mixture", _checked_mixture(self.mixture, f"{self.where}.mixture"))
+        sets = _checked_names(self.eval_sets, f"{self.where}.eval_sets", "a source")
+        object.__setattr__(self, "eval_sets", sets)
+        for name in set(sets or ()) & set(self.mixture or ()):
+            self.refuse(
+                "eval_sets", f"{name!r} is a part of config.data.mixture; rename one of them"
+            )
         if 0 < self.document_bytes < 16:
-            raise UsageError(
-                f"config.data.document_bytes={self.document_bytes}: must be 0 (whole "
-                "documents) or at least 16"
-            )
+            self.refuse("document_bytes", "must be 0 (whole documents) or at least 16")
         if self.packing and self.shuffle != "windows":
-            raise UsageError("config.data.packing=True: needs config.data.shuffle='windows'")
-        mixed, tokens = (self.source.startswith(f"{kind}:") for kind in ("mix", "tokens"))
-        splits = not self.eval_source
-        if self.shuffle == "buffer":
-            self._check_buffer(mixed, tokens, splits)
-        if (mixed or self.subset) and splits and self.split != "documents":
-            why = "a mixture" if mixed else "config.data.subset"
-            raise UsageError(
-                f"config.data.split={self.split!r}: {why} needs config.data.split=documents, "
-                "because the tail of the text is of one kind"
+            self.refuse("packing", "needs config.data.shuffle='windows'")
+        specs = [spec for _, spec in self.training_texts().values()]
+        mixed, tokens = (
+            any(spec.startswith(f"{kind}:") for spec in specs) for kind in ("mix", "tokens")
+        )
+        if (mixed or self.subset) and not self.eval_source and self.split != "documents":
+            why = "mix:" if mixed else "config.data.subset"
+            self.refuse(
+                "split",
+                f"{why} needs config.data.split=documents, because the tail of the text is of one "
+                "kind",
             )
-        if tokens and (self.subset or self.document_bytes):
-            key = "subset" if self.subset else "document_bytes"
-            raise UsageError(
-                f"config.data.{key}={getattr(self, key)!r}: needs text, but {self.source} has "
-                "only tokens"
-            )
+        for name in ("subset", "document_bytes"):
+            if tokens and getattr(self, name):
+                self.refuse(name, f"needs text, but {', '.join(specs)} has only tokens")
+        if self.subset and self.mixture:
+            self.refuse("subset", "needs one source; not with config.data.mixture")
 
-    def _check_buffer(self, mixed, tokens, splits):
-        key = "config.data.shuffle='buffer'"
-        if mixed or tokens:
-            why = "are read one after another" if mixed else "are tokens already"
-            raise UsageError(
-                f"{key}: not with config.data.source={self.source!r}, because its parts {why}; "
-                "use config.data.shuffle=windows"
-            )
-        if self.tokenizer == "chars":
-            raise UsageError(
-                f"{key}: not with config.data.tokenizer='chars', because it needs the whole "
-                "text; use bytes, bpe:SIZE, hf:NAME or the path of a tokenizer.json"
-            )
-        if self.subset:
-            raise UsageError(
-                f"{key}: not with config.data.subset={self.subset!r}; use "
-                "config.data.shuffle=windows"
-            )
-        if splits and self.split != "documents":
-            raise UsageError(
-                f"{key}: the tail of a growing text is unknown with "
-                f"config.data.split={self.split!r}; set config.data.eval_source, or use "
-                "config.data.split=documents"
-            )
+    def training_texts(self):
+        """{name of the part: (setting, source)}; without a mixture the only name is ""."""
+        if not self.mixture:
+            return {"": ("config.data.source", self.source)}
+        return {
+            name: (f"config.data.mixture.{name}", spec) for name, (spec, _) in self.mixture.items()
+        }
+
+    def held_out_texts(self):
+        """{name of the set: (setting, source)}; the name of eval_source is ""."""
+        texts = {"": ("config.data.eval_source", self.eval_source)} if self.eval_source else {}
+        sets = dict(self.eval_sets).items()
+        return texts | {name: (f"config.data.eval_sets.{name}", spec) for name, spec in sets}
+
+    def specs(self):
+        """{setting: source} of all texts."""
+        return dict([*self.training_texts().values(), *self.held_out_texts().values()])
+
+
+def _checked_names(value, where, content):
+    """{name: content} of a mapping or of (); UsageError for anything else, or a bad name."""
+    if value == ():
+        return ()
+    if not hasattr(value, "items") or not value:
+        raise UsageError(f"{where}={value!r}: must be a dict of names, each with {content}")
+    for name in value:
+        if isinstance(value[name], str) != (content == "a source"):
+            raise UsageError(f"{where}.{name}={value[name]!r}: must be {content}")
+        if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name):
+            raise UsageError(f"{where}: the name {name!r} must be of letters, digits, _ and -")
+    return dict(value.items())
+
+
+def _checked_mixture(value, where):
+    """{name: (source, ((step, weight), ...))}, or ()."""
+    parts = _checked_names(value, where, "(source, weight)")
+    for name in parts:
+        parts[name] = _checked_part(parts[name], f"{where}.{name}")
+    schedules = [schedule for _, schedule in dict(parts).values()]
+    for step in sorted({step for schedule in schedules for step, _ in schedule}):
+        if not any([w for start, w in schedule if start <= step][-1] for schedule in schedules):
+            raise UsageError(f"{where}: all weights are 0 from step {step} on; raise one of them")
+    return parts
+
+
+def _checked_part(part, where):
+    """(source, ((step, weight), ...)) of a part of a mixture."""
+    if len(part) != 2:
+        raise UsageError(f"{where}={part!r}: must be (source, weight)")
+    weights = part[1] if isinstance(part[1], (tuple, list)) else ((0, part[1]),)
+    weights = converted(tuple[tuple[NonNegative, ...], ...], weights, f"{where}: weights")
+    steps = [pair[0] for pair in weights if len(pair) == 2 and pair[0] == int(pair[0])]
+    if len(steps) < len(weights) or steps[:1] != [0] or steps != sorted(set(steps)):
+        raise UsageError(
+            f"{where}={part!r}: weights that change must be ((0, weight), (step, weight), ...), "
+            "in the order of the steps"
+        )
+    schedule = tuple((int(step), weight) for step, weight in weights)
+    return converted(str, part[0], f"{where}: source"), schedule
 
 
 @block("config.init")

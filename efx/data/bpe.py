@@ -11,14 +11,15 @@ import re
 import numpy as np
 import tokenizers as library
 
-from efx.data.tokenizers import StreamDecoder, Tokenizer, decode_utf8, prefix_errors
+from efx.data.tokenizer import StreamDecoder, Tokenizer, decode_utf8
 from efx.errors import UsageError
 
 END_OF_TEXT = "<|endoftext|>"
 # The first of these special tokens in a vocabulary is its end-of-document token.
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 _MAX_IDS = 1 << 24  # the largest vocabularies have a million
-_CHUNK = 1 << 18  # characters in a call of the library, which uses hundreds of bytes a token
+_CHUNK = 1 << 16  # characters in a call of the library, which uses hundreds of bytes a token
+_LONGEST = 1 << 18
 _BATCH = 1 << 19  # bytes of the documents that a thread encodes at a time
 _PARALLELISM = "TOKENIZERS_PARALLELISM"  # the library reads it at each call
 # Text may be cut here: no GPT-2 pre-token has white space after another character.
@@ -70,6 +71,8 @@ class LibraryTokenizer(Tokenizer):
         _check_alphabet(settings)
         # Bytes of each id; None if the tokenizer is not byte-level.
         self._table = _byte_level_table(settings, vocabulary, added, self.vocab_size)
+        # NFC changes text that is not composed.
+        self.is_lossless = self._table is not None and settings["normalizer"] is None
         self._can_cut = _can_cut_before_spaces(settings)
         self.start = self._template_start()
 
@@ -84,7 +87,7 @@ class LibraryTokenizer(Tokenizer):
 
     def encode(self, text):
         text, ids = decode_utf8(text, "bpe"), [np.empty(0, np.int32)]
-        for chunk in _cut_before_spaces(text) if self._can_cut else [text] * bool(text):
+        for chunk in _chunks(text) if self._can_cut else [text] * bool(text):
             try:
                 (encoding,) = self._inner.encode_batch_fast([chunk], add_special_tokens=False)
             except Exception as error:
@@ -96,7 +99,7 @@ class LibraryTokenizer(Tokenizer):
         return np.concatenate(ids)
 
     def encode_documents(self, documents):
-        """Yield the ids of each document, encoded on all cores.
+        """Yield (document, its ids), encoded on all cores.
 
         Each thread encodes a batch and frees the memory that the library allocates for it. The
         library's own threads free each other's memory: ten times slower on 16 cores.
@@ -108,7 +111,7 @@ class LibraryTokenizer(Tokenizer):
             try:
                 for batch in _batches(documents):
                     futures.append(pool.submit(self._encode_batch, batch))
-                    if len(futures) > 2 * threads:
+                    if len(futures) > threads + 1:
                         yield from futures.popleft().result()
                 while futures:
                     yield from futures.popleft().result()
@@ -116,12 +119,7 @@ class LibraryTokenizer(Tokenizer):
                 pool.shutdown(cancel_futures=True)
 
     def _encode_batch(self, batch):
-        encoded, start = [], np.array(self.start, np.int32)
-        for name, data in batch:
-            with prefix_errors(name):
-                ids = self.encode(data)
-            encoded.append(np.concatenate([start, ids]) if len(ids) else ids)
-        return encoded
+        return list(super().encode_documents(batch))
 
     def token_bytes(self):
         return self._table
@@ -192,17 +190,29 @@ def train_bpe(texts, vocab_size):
         show_progress=False,
     )
 
-    chunks = itertools.chain.from_iterable(map(_cut_before_spaces, texts))
-    inner.train_from_iterator(chunks, trainer)
+    def chunks():
+        has_long = False
+        for chunk in itertools.chain.from_iterable(map(_chunks, texts)):
+            # The library needs hundreds of bytes for each one of a word of such a length.
+            if len(chunk) < _LONGEST or not has_long:
+                yield chunk
+            has_long |= len(chunk) == _LONGEST
+
+    inner.train_from_iterator(chunks(), trainer)
     return LibraryTokenizer(inner.to_str())
 
 
-def _cut_before_spaces(text):
-    """Yield `text` in chunks that begin with white space: no GPT-2 pre-token spans two of them."""
+def _chunks(text):
+    """Yield `text` in chunks that begin with white space: no GPT-2 pre-token spans two of them.
+
+    Only a text that has none for some `_LONGEST` characters is cut elsewhere.
+    """
     start = 0
-    while match := _BEFORE_SPACE.search(text, start + _CHUNK):
-        yield text[start : match.end()]
-        start = match.end()
+    while len(text) - start > _CHUNK:
+        match = _BEFORE_SPACE.search(text, start + _CHUNK, start + _LONGEST)
+        stop = match.end() if match else start + _LONGEST
+        yield text[start:stop]
+        start = stop
     if start < len(text):
         yield text[start:]
 
@@ -210,9 +220,9 @@ def _cut_before_spaces(text):
 def _batches(documents):
     """Yield lists of documents that have at least `_BATCH` bytes together."""
     batch, size = [], 0
-    for name, data in documents:
-        batch.append((name, data))
-        size += len(data)
+    for document in documents:
+        batch.append(document)
+        size += len(document.data)
         if size >= _BATCH:
             yield batch
             batch, size = [], 0

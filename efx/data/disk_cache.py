@@ -1,9 +1,6 @@
-"""A cache of folders on disk, named by a hash of everything that their content depends on.
+"""A cache on disk: folders and values, named by a hash of everything that they depend on.
 
-An entry is built in a temporary folder and renamed, so that a reader sees all of it or none of it.
-Its manifest holds the size, the time of the last change and a hash of each whole file. A reader
-compares size and time, and reads a file of another time to compare its hash; an entry that differs
-is built again.
+A folder is built in a temporary one and renamed, so that a reader sees all of it or none of it.
 """
 
 import contextlib
@@ -11,18 +8,13 @@ import fcntl
 import functools
 import hashlib
 import json
-import logging
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 from efx import io
 from efx.errors import UsageError
 
-log = logging.getLogger(__name__)
-
-_MANIFEST = ".manifest.json"
 _REMEMBER_FROM = 64 << 20  # bytes; values of smaller files are computed again
 
 
@@ -45,7 +37,7 @@ def content_key(*contents):
 
 
 def cached_folder(root, kind, key, build):
-    """The folder `root/kind/key`, built by `build(folder)` if it is absent or damaged.
+    """The folder `root/kind/key`, built by `build(folder)` if it is absent.
 
     Of several processes one builds and the others wait; without file locks each builds its own.
 
@@ -53,16 +45,18 @@ def cached_folder(root, kind, key, build):
       UsageError: the cache cannot be written.
     """
     folder = root / kind / key
-    if _is_intact(folder):
+    if folder.exists():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with locked(root / kind / f"{key}.lock") as is_locked:
-            if is_locked:  # the processes that left these are dead
-                for abandoned in folder.parent.glob(f"{key}.tmp-*"):
-                    shutil.rmtree(abandoned, ignore_errors=True)
-            if not _is_intact(folder):
-                _build(folder, build)
+        with locked(root / kind / f"{key}.lock"):
+            # The processes that left these are dead.
+            for abandoned in folder.parent.glob(f".{key}.*.tmp"):
+                shutil.rmtree(abandoned, ignore_errors=True)
+            if not folder.exists():
+                with io.replacing(folder) as temporary:
+                    temporary.mkdir()
+                    build(temporary)
     except OSError as error:
         raise cache_write_error(root, error) from error
     return folder
@@ -76,36 +70,13 @@ def cache_write_error(root, error):
     )
 
 
-def _build(folder, build):
-    temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
-    try:
-        build(temporary)
-        files = {path.name: file_record(path) for path in sorted(temporary.iterdir())}
-        (temporary / _MANIFEST).write_text(json.dumps(files))
-        if folder.exists() and not _is_intact(folder):
-            log.warning("the cache entry %s is damaged; building it again", folder)
-            shutil.rmtree(folder)
-        if not folder.exists():  # else a process without a lock has built it
-            io.move(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
 @contextlib.contextmanager
-def locked(path, wait=True):
-    """Hold an exclusive lock on the file `path`.
-
-    Yields:
-      Whether this process holds it: False if the file system has no locks, or if `wait` is False
-      and another process holds it.
-    """
+def locked(path):
+    """Hold an exclusive lock on the file `path`, if the file system has locks."""
     with open(path, "w") as file:  # closing it releases the lock
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_locked = True
-        except OSError:
-            is_locked = False
-        yield is_locked
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def file_record(path):
@@ -122,15 +93,6 @@ def is_unchanged(path, record):
     except FileNotFoundError:
         return False
     return stat.st_size == size and (stat.st_mtime_ns == time or _digest(path) == digest)
-
-
-def _is_intact(folder):
-    """Whether all files are those of the manifest."""
-    try:
-        files = json.loads((folder / _MANIFEST).read_text())
-        return all(is_unchanged(folder / name, record) for name, record in files.items())
-    except (OSError, ValueError):
-        return False
 
 
 # ---- values --------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from efx.data.mixture import permuted
+
 
 class Packing:
     """Rows of up to seq_len (input, target) pairs, each of one or more pieces of documents.
@@ -30,7 +32,7 @@ class Packing:
         starts, self._lengths = _cut(first, pairs, seq_len)
         self._starts = starts
         if order == "length":
-            mixed = np.random.default_rng(seed).permutation(len(starts))
+            mixed = permuted(np.arange(len(starts)), len(starts), seed)
             sequence = mixed[np.argsort(-self._lengths[mixed], kind="stable")]
         else:
             sequence = np.arange(len(starts))

@@ -1,18 +1,22 @@
 """Rows as texts: JSON lines, parquet files, ArrayRecord files, data sets of Hugging Face.
 
-Rows are read as streams: some hundred of them are in memory, and nothing is decompressed or
-downloaded before it is read.
+Files are read as streams: some hundred rows are in memory. Each function yields (name of the row,
+[bytes of its text]).
 """
 
 import importlib
 import itertools
+import json
+import logging
 import os
 import zlib
 from io import BufferedReader
 
 from efx import io
-from efx.data.disk_cache import content_key, file_digests
+from efx.data.disk_cache import cached_folder, content_key, file_digests
 from efx.errors import TransientError, UsageError, extra
+
+log = logging.getLogger(__name__)
 
 _BUFFER_BYTES = 1 << 20
 _ROWS_AT_ONCE = 128
@@ -35,16 +39,14 @@ def _text_of_row(name, row_name, row, text_key):
 
 
 def read_json_lines(name, path, text_key):
-    """Yield (name, bytes) of each line of a file, which may be compressed (.gz, .zst)."""
+    """Yield the lines of a file, which may be compressed (.gz, .zst)."""
     try:
         with _open_decompressed(name, path) as file:
             for number, line in enumerate(file, 1):
                 if not line.isspace():
                     row_name = f"{path} line {number}"
-                    yield (
-                        row_name,
-                        _text_of_row(name, row_name, _parse(name, row_name, line), text_key),
-                    )
+                    row = _parse(name, row_name, line)
+                    yield row_name, [_text_of_row(name, row_name, row, text_key)]
     except (EOFError, OSError, zlib.error) as error:
         raise UsageError(f"{name}: {path} cannot be read, or is damaged: {error}") from error
 
@@ -66,7 +68,7 @@ def _open_decompressed(name, path):
 
 
 def read_parquet(name, path, text_key):
-    """Yield (name, bytes) of each row of a parquet file."""
+    """Yield the rows of a parquet file."""
     pyarrow, parquet = _import(name, "pyarrow"), _import(name, "pyarrow.parquet")
     number = 0
     try:
@@ -77,7 +79,7 @@ def read_parquet(name, path, text_key):
                 for batch in file.iter_batches(_ROWS_AT_ONCE, [group], columns):
                     for row in batch.to_pylist():
                         row_name = f"{path} row {number}"
-                        yield row_name, _text_of_row(name, row_name, row, text_key)
+                        yield row_name, [_text_of_row(name, row_name, row, text_key)]
                         number += 1
     except (pyarrow.ArrowException, OSError) as error:
         raise UsageError(
@@ -86,7 +88,7 @@ def read_parquet(name, path, text_key):
 
 
 def read_array_records(name, path, text_key):
-    """Yield (name, bytes) of each record: UTF-8 text, or with a `text_key` a JSON object."""
+    """Yield the records: UTF-8 text, or with a `text_key` a JSON object."""
     from array_record.python.array_record_module import ArrayRecordReader
 
     try:
@@ -100,14 +102,14 @@ def read_array_records(name, path, text_key):
                 row_name = f"{path} record {number}"
                 if text_key:
                     row = _parse(name, row_name, record)
-                    yield row_name, _text_of_row(name, row_name, row, text_key)
+                    yield row_name, [_text_of_row(name, row_name, row, text_key)]
                 elif b"\0" in record:
                     raise UsageError(
                         f"{name}: {row_name} is binary, not text; set config.data.text_key if it "
                         "is JSON"
                     )
                 else:
-                    yield row_name, record
+                    yield row_name, [record]
         reader.close()
     except RuntimeError as error:
         raise UsageError(
@@ -115,15 +117,20 @@ def read_array_records(name, path, text_key):
         ) from error
 
 
-def open_hugging_face(name, argument, text_key, root):
-    """Open the train split of a data set that the `datasets` library finds.
+def size_of_text(path):
+    """The bytes of text in a file, roughly."""
+    is_packed = str(path).endswith((".gz", ".zst", ".parquet"))
+    return os.path.getsize(path) * (3 if is_packed else 1)
+
+
+def fetch(name, argument, text_key, max_bytes, root):
+    """The path of a JSON lines file with the texts of a data set that the `datasets` library finds.
+
+    The train split is streamed into the cache once, up to `max_bytes` bytes (0: all of it). It is
+    streamed again if its files change; those of the hub have the revision in their address.
 
     Args:
       argument: NAME or NAME:CONFIG.
-
-    Returns:
-      (function that returns a hash, function that yields (name, bytes) of each row). The hash is of
-      the content of local files; otherwise of the files' addresses, which contain the revision.
 
     Raises:
       TransientError: the network failed; the library has retried.
@@ -144,23 +151,26 @@ def open_hugging_face(name, argument, text_key, root):
     local = [path for path in files if os.path.isfile(path)]
     remote = [] if local else [list(files), files.origin_metadata]
 
-    def identity():
-        return content_key("hf", file_digests(root, local), remote, text_key)
+    def build(folder):
+        log.info("copying %s to %s", name, folder.parent)
+        rows, size = iter(stream), 0
+        with open(folder / "rows.jsonl", "w") as file:
+            for number in itertools.count():
+                try:
+                    row = next(rows, None)
+                except Exception as error:
+                    # The library reports a file of the hub that it cannot reach as missing.
+                    is_missing = bool(remote) and isinstance(error, FileNotFoundError)
+                    raise _unreadable(name, f"row {number}", error, is_missing) from error
+                if row is None or (max_bytes and size > max_bytes):
+                    return
+                text = _text_of_row(name, f"row {number}", row, text_key)
+                size += len(text)
+                json.dump({"text": text.decode("utf-8", "surrogatepass")}, file)
+                file.write("\n")
 
-    def read():
-        rows = iter(stream)
-        for number in itertools.count():
-            try:
-                row = next(rows, None)
-            except Exception as error:
-                # The library reports a file of the hub that it cannot reach as missing.
-                is_missing = bool(remote) and isinstance(error, FileNotFoundError)
-                raise _unreadable(name, f"row {number}", error, is_missing) from error
-            if row is None:
-                return
-            yield f"row {number}", _text_of_row(name, f"row {number}", row, text_key)
-
-    return identity, read
+    key = content_key("hf", file_digests(root, local), remote, text_key, max_bytes)
+    return str(cached_folder(root, "fetched", key, build) / "rows.jsonl")
 
 
 def _unreadable(name, subject, error, is_passing=False):

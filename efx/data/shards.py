@@ -1,58 +1,60 @@
-"""Token shards: text that is already tokenised.
+"""Token shards: all tokens that efx reads are in such files.
 
-A folder written by `write_token_shards` holds
+A folder written by `prepare` or `write_token_shards` holds
 
-    meta.json         {"format": "efx-tokens", "version": 1, "dtype": "uint16" or "uint32",
-                       "vocab_size": n, "eot": id or null,
-                       "shards": [{"file": name, "split": "train" or "eval", "tokens": n}, ...]}
+    meta.json         {"format": "efx-tokens", "version": 2, "dtype": "uint16" or "uint32",
+                       "vocab_size": n, "eot": id or null, "shards": [{"file": name, "split":
+                       "train", "eval" or null (undecided), "tokens": n, "rows": n, "ends": whether
+                       a document ends with it, "lost": description of the first text that the
+                       tokenizer loses, or "", "records": two `disk_cache.file_record`s}, ...],
+                       "is_cut": whether config.data.max_bytes left out text}
     tokenizer.json    the tokenizer that made them
-    *.bin             token ids, little-endian, nothing else
+    NAME.bin          token ids, little-endian, nothing else; the end-of-document id, if the
+                      tokenizer has one, follows each document
+    NAME.rows         a ROW for each document, or piece of a long one
 
-Two other formats are read: nanoGPT's folders (`train.bin` and `val.bin`, uint16, no meta.json), and
-the shards of llm.c and modded-nanogpt (256 int32, the first three are magic number, version and
-number of tokens, then the ids; `train` or `val` in the file name).
-
-The shards decide the split (config.data.split and eval_fraction are not used), unless none is for
-evaluation: then the tail of the training shards is held out.
+Shards of other projects have neither rows nor meta.json: nanoGPT's folders (`train.bin` and
+`val.bin`, uint16), and the shards of llm.c and modded-nanogpt (256 int32, the first three are magic
+number, version and number of tokens, then the ids; `train` or `val` in the file name).
 """
 
+import bisect
 import dataclasses
-import hashlib
+import functools
 import json
 import os
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 
 from efx import io
-from efx.data.disk_cache import content_key, file_digests, remember, remember_for_files
-from efx.data.sources import find_files, readable
-from efx.data.stream import Stream, TokenSplit
+from efx.data.disk_cache import (
+    content_key,
+    file_digests,
+    file_record,
+    is_unchanged,
+    remember_for_files,
+)
+from efx.data.sources import document_digest, find_files, readable
+from efx.data.tokenizers import find_loss, load_tokenizer
 from efx.errors import UsageError
 
-FORMAT, VERSION = "efx-tokens", 1
+FORMAT, VERSION = "efx-tokens", 2
 _HEADER_BYTES = 256 * 4  # llm.c
 # {magic number of llm.c: (version, dtype)}
 _MAGIC = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
 _NANOGPT = {"train.bin": "train", "val.bin": "eval"}
 _SPLIT_OF_WORD = {"train": "train", "val": "eval", "valid": "eval", "validation": "eval"}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shard:
-    """A file with `count` token ids after `offset` bytes."""
-
-    path: Path
-    split: str
-    dtype: np.dtype
-    count: int
-    offset: int = 0
-
-    @property
-    def ids(self):
-        return np.memmap(self.path, self.dtype, "r", self.offset, self.count)
+ENDS, LOST, CUT, NO_TEXT = 1, 2, 4, 8
+# A document, or a piece of a long one: its tokens, and those in the file, with the end-of-document
+# id; bytes and characters of its text; its `document_digest`; flags: ENDS (the document ends here),
+# LOST (the tokenizer loses some of the text), CUT (config.data.max_bytes removed its end), NO_TEXT
+# (only ids are known: they are counted and hashed in place of bytes and characters).
+ROW = np.dtype(
+    [("tokens", "<i8"), ("stored", "<i8"), ("bytes", "<i8"), ("characters", "<i8"),
+     ("digest", "V16"), ("flags", "u1")]
+)  # fmt: skip
 
 
 def token_dtype(vocab_size):
@@ -60,57 +62,253 @@ def token_dtype(vocab_size):
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
-def write_token_shards(folder, tokenizer, train, heldout=(), shard_tokens=1 << 28):
-    """Write documents as token shards that `config.data.source=tokens:FOLDER` reads.
+def text_row(data, ends=True, is_cut=False):
+    """The ROW of a text without tokens."""
+    flags = ENDS * ends | CUT * is_cut
+    return np.array((0, 0, len(data), count_characters(data), document_digest(data), flags), ROW)
+
+
+def count_characters(data):
+    """Bytes that do not continue a character, so that text which is not UTF-8 counts as well."""
+    return int(np.count_nonzero((np.frombuffer(data, np.uint8) & 0xC0) != 0x80))
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+class ShardWriter:
+    """Collects documents and writes them as shards of a folder.
 
     Args:
-      folder: created if it does not exist; must not contain a meta.json.
-      tokenizer: an efx tokenizer; its end-of-document id, if any, follows each document.
-      train, heldout: iterables of documents: str, bytes, or arrays of ids.
-      shard_tokens: a document that starts after this many tokens starts a new file.
+      begins: whether the next piece begins a document.
 
-    Returns:
-      The contents of meta.json.
+    Attributes:
+      rows, tokens: list of ROW and number of tokens that are collected and not written yet.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    if (folder / "meta.json").exists():
-        raise UsageError(f"{folder} already has token shards; use a new folder")
+
+    def __init__(self, folder, tokenizer, begins=True):
+        self._folder, self._tokenizer = folder, tokenizer
+        self._dtype, self._begins = token_dtype(tokenizer.vocab_size), begins
+        self.rows, self._ids, self.tokens, self._lost = [], [], 0, ""
+
+    def add(self, ids, row, name="", data=None):
+        """Add a document, or a piece of one.
+
+        Args:
+          ids: its encoding, without the tokenizer's `start`.
+          row: see `text_row`. name, data: of the text, to find text that the tokenizer loses.
+        """
+        ids = np.asarray(ids)
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self._tokenizer.vocab_size:
+            vocab_size = self._tokenizer.vocab_size
+            raise UsageError(f"{self._folder}: a token id is outside 0..{vocab_size - 1}")
+        loss = "" if data is None else find_loss(self._tokenizer, name, data, ids)
+        if loss:
+            self._lost = self._lost or loss
+            row["flags"] |= LOST
+        if self._begins and len(ids) and self._tokenizer.start:
+            ids = np.concatenate([self._tokenizer.start, ids])
+        self._begins = bool(row["flags"] & ENDS)
+        row["tokens"] = len(ids)
+        if self._begins and len(ids) and self._tokenizer.eot is not None:
+            ids = np.append(ids, self._tokenizer.eot)
+        row["stored"] = len(ids)
+        self._ids.append(ids.astype(self._dtype))
+        self.rows.append(row)
+        self.tokens += len(ids)
+
+    def write(self, stem, split=None):
+        """Write what was collected; return its entry of meta.json."""
+        path = self._folder / f"{stem}.bin"
+        for target, arrays in ((path.with_suffix(".rows"), self.rows), (path, self._ids)):
+            with io.replacing(target) as temporary:
+                np.hstack(arrays).tofile(temporary)
+        entry = {"file": path.name, "split": split, "tokens": self.tokens}
+        entry |= {"rows": len(self.rows), "ends": self._begins, "lost": self._lost}
+        entry["records"] = [file_record(path), file_record(path.with_suffix(".rows"))]
+        self.rows, self._ids, self.tokens, self._lost = [], [], 0, ""
+        return entry
+
+
+def is_intact(folder, entry):
+    """Whether the files of an entry of meta.json are those that were written."""
+    path = folder / entry["file"]
+    pairs = zip((path, path.with_suffix(".rows")), entry["records"], strict=True)
+    return all(is_unchanged(file, record) for file, record in pairs)
+
+
+def write_meta(folder, tokenizer, shards, is_cut=False):
+    """Write tokenizer.json, then meta.json: an unfinished folder has none. Return the latter."""
     meta = {
         "format": FORMAT,
         "version": VERSION,
         "dtype": token_dtype(tokenizer.vocab_size).name,
         "vocab_size": tokenizer.vocab_size,
         "eot": tokenizer.eot,
-        "shards": [
-            *_write_split(folder, tokenizer, "train", train, shard_tokens),
-            *_write_split(folder, tokenizer, "eval", heldout, shard_tokens),
-        ],
+        "shards": shards,
+        "is_cut": is_cut,
     }
     tokenizer.save(folder / "tokenizer.json")
-    # Last, so that an unfinished folder has none, also after a crash.
-    io.flush(folder)
     io.write_text(folder / "meta.json", json.dumps(meta, indent=1) + "\n")
     return meta
 
 
-def _write_split(folder, tokenizer, split, documents, shard_tokens):
-    """Write the files of a split; return their entries of meta.json."""
-    shards = []
-    end = [] if tokenizer.eot is None else [tokenizer.eot]
-    for document in documents:
-        if isinstance(document, str | bytes):
-            document = [*tokenizer.start, *tokenizer.encode(document)]
-        ids = np.concatenate([np.asarray(document, np.int64), np.array(end, np.int64)])
-        if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
-            raise UsageError(f"{folder}: a token id is outside 0..{tokenizer.vocab_size - 1}")
-        if not shards or shards[-1]["tokens"] >= shard_tokens:
-            shards.append({"file": f"{split}-{len(shards):05d}.bin", "split": split, "tokens": 0})
-            (folder / shards[-1]["file"]).write_bytes(b"")
-        with open(folder / shards[-1]["file"], "ab") as file:
-            file.write(ids.astype(token_dtype(tokenizer.vocab_size)).tobytes())
-        shards[-1]["tokens"] += len(ids)
-    return shards
+def write_token_shards(folder, tokenizer, train, heldout=(), shard_tokens=1 << 28):
+    """Write documents as token shards that `config.data.source=tokens:FOLDER` reads.
+
+    Args:
+      folder: created if it does not exist; must not contain a meta.json.
+      tokenizer: an efx tokenizer.
+      train, heldout: iterables of documents: str, bytes, or arrays of ids.
+      shard_tokens: a document that starts after this many tokens starts a new file.
+
+    Returns:
+      The contents of meta.json.
+    """
+    folder, shards = Path(folder), []
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "meta.json").exists():
+        raise UsageError(f"{folder} already has token shards; use a new folder")
+    writer = ShardWriter(folder, tokenizer)
+    for split, documents in (("train", train), ("eval", heldout)):
+        first = len(shards)
+        for number, document in enumerate(documents):
+            if writer.tokens >= shard_tokens:
+                shards.append(writer.write(f"{split}-{len(shards) - first:05d}", split))
+            if isinstance(document, str | bytes):
+                ids = tokenizer.encode(document)
+                data = document if isinstance(document, bytes) else document.encode()
+                writer.add(ids, text_row(data), f"document {number}", data)
+            else:
+                ids = np.asarray(document, np.int64)
+                digest = document_digest(ids.tobytes())
+                flags = ENDS | NO_TEXT
+                writer.add(ids, np.array((0, 0, len(ids), len(ids), digest, flags), ROW))
+        if writer.tokens:
+            shards.append(writer.write(f"{split}-{len(shards) - first:05d}", split))
+    return write_meta(folder, tokenizer, shards)
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+class Stream:
+    """Token ids in one or more arrays (memory-mapped, as a rule), read as if they were one."""
+
+    def __init__(self, arrays):
+        # As plain arrays: slicing a np.memmap makes another np.memmap, which is much slower.
+        self.arrays = [np.asarray(array) for array in arrays if len(array)]
+        self.ends = np.cumsum([len(array) for array in self.arrays], dtype=np.int64).tolist()
+
+    def __len__(self):
+        return self.ends[-1] if self.ends else 0
+
+    def cut(self, start, stop):
+        """List of arrays with the tokens start..stop-1; shares the memory."""
+        arrays, first = [], bisect.bisect_right(self.ends, start)
+        for array, end in zip(self.arrays[first:], self.ends[first:], strict=True):
+            begin = end - len(array)
+            if begin >= stop:
+                break
+            arrays.append(array[max(start - begin, 0) : stop - begin])
+        return arrays
+
+    def _copy(self, start, target):
+        """Copy the tokens from `start` on into the 1-D array `target`."""
+        index, copied = bisect.bisect_right(self.ends, start), 0
+        while copied < len(target):
+            array = self.arrays[index]
+            offset = start + copied - (self.ends[index] - len(array))
+            piece = array[offset : offset + len(target) - copied]
+            target[copied : copied + len(piece)] = piece
+            copied += len(piece)
+            index += 1
+
+    def windows(self, starts, length):
+        """int32[len(starts), length]: the tokens from each start on, all inside the stream."""
+        rows = np.empty((len(starts), length), np.int32)
+        for row, start in zip(rows, starts, strict=True):
+            self._copy(int(start), row)
+        return rows
+
+    def framed(self, start, stop, fill):
+        """int32[stop - start]: tokens start..stop-1, `fill` before the first and after the last."""
+        row = np.full(stop - start, fill, np.int32)
+        first, last = max(start, 0), min(stop, len(self))
+        self._copy(first, row[first - start : last - start])
+        return row
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenSplit:
+    """A split of a text as tokens.
+
+    Attributes:
+      name: of its source, for messages.
+      stream: Stream.
+      spans: int64[n, 2], first and last-plus-one token of each document, or piece of one; None if
+        unknown.
+      begins: bool[n]: whether a document begins with the span.
+      loss: "" if decoding the tokens gives the text back; otherwise a description of the first
+        lost text; None if there is no text to compare.
+    """
+
+    name: str
+    stream: Stream
+    spans: object = None
+    begins: object = None
+    loss: str | None = None
+
+    def documents(self, eot):
+        """int64[n, 2]: spans of the documents. If they are unknown, documents end at the token
+        `eot`, or without one (None) where an array of the stream ends."""
+        if self.spans is not None:
+            first = np.flatnonzero(self.begins)
+            last = np.append(first[1:], len(self.spans)) - 1
+            return np.stack([self.spans[first, 0], self.spans[last, 1]], 1)
+        begins = np.array([0, *self.stream.ends])
+        if eot is None:
+            return np.stack([begins[:-1], begins[1:]], 1)
+        arrays = zip(self.stream.arrays, begins, strict=False)
+        ends = [np.flatnonzero(array == eot) + begin for array, begin in arrays]
+        edges = np.concatenate([[-1], *ends, [len(self.stream)]])
+        spans = np.stack([edges[:-1] + 1, edges[1:]], 1)
+        return spans[spans[:, 0] < spans[:, 1]]
+
+
+def joined(splits, eot):
+    """One TokenSplit of several; eot: the end-of-document id between them, or None."""
+    if len(splits) == 1:
+        return splits[0]
+    arrays, spans, length = [], [], 0
+    for split in splits:
+        if arrays and eot is not None:
+            arrays.append(np.array([eot], np.int32))
+            length += 1
+        arrays += split.stream.arrays
+        spans.append(None if split.spans is None else split.spans + length)
+        length += len(split.stream)
+    name, losses = ", ".join(split.name for split in splits), [split.loss for split in splits]
+    loss = None if None in losses else next(filter(None, losses), "")
+    if any(each is None for each in spans):
+        return TokenSplit(name, Stream(arrays), loss=loss)
+    begins = np.concatenate([split.begins for split in splits])
+    return TokenSplit(name, Stream(arrays), np.concatenate(spans), begins, loss)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shard:
+    """A file with `count` token ids after `offset` bytes."""
+
+    path: Path
+    split: str | None
+    dtype: np.dtype
+    count: int
+    offset: int = 0
+
+    @functools.cached_property
+    def ids(self):
+        return np.memmap(self.path, self.dtype, "r", self.offset, self.count)
 
 
 class TokenShards:
@@ -119,24 +317,28 @@ class TokenShards:
     Args:
       name: the setting and its value, for messages.
       where: folder or pattern, on a disk or in an object store.
-      max_bytes: limit of the training shards, 0 for none; held-out shards stay whole.
       root: cache folder.
+
+    Attributes:
+      rows: ROW[n] of all documents, in order; of shards of other projects, each is one row.
+      tokenizer: the one that made them, None if it is unknown. `select` needs one.
+      is_cut: whether config.data.max_bytes left out text when they were made.
     """
 
-    def __init__(self, name, where, max_bytes, root):
+    def __init__(self, name, where, root):
         self.name, self._root = name, root
         path = Path(os.path.expanduser(where))
         is_folder = path.is_dir() or io.is_remote(where)
         if path.is_dir():
             paths = sorted(path.glob("*.bin"))
-            self._folder = path
+            self.folder = path
         else:
             paths = [Path(file) for file in find_files(name, where, root)]
-            self._folder = paths[0].parent
+            self.folder = paths[0].parent
             paths = [file for file in paths if not is_folder or file.suffix == ".bin"]
-        shards = []
-        remaining = max_bytes or sys.maxsize
-        for shard in self._read_headers(paths, is_folder):
+        self._meta = self._read_meta() if is_folder else None
+        shards = self._listed_shards() if self._meta else self._found_shards(paths, is_folder)
+        for shard in shards:
             with readable(name):
                 size = os.path.getsize(shard.path)
             if size != shard.offset + shard.count * shard.dtype.itemsize:
@@ -144,24 +346,51 @@ class TokenShards:
                     f"{name}: {shard.path} has {size} bytes, not those of {shard.count} tokens: it "
                     "may be truncated"
                 )
-            if shard.split == "train":
-                count = min(shard.count, remaining // shard.dtype.itemsize)
-                remaining -= count * shard.dtype.itemsize
-                shard = dataclasses.replace(shard, count=count)
-            if shard.count:
-                shards.append(shard)
-        if not shards:
-            raise UsageError(f"{name}: the shards have no tokens")
         # A copy of a shard, or a link to one, is left out.
+        shards = [shard for shard in shards if shard.count]
         distinct, digests = {}, file_digests(root, [shard.path for shard in shards])
         for shard, digest in zip(shards, digests, strict=True):
             distinct.setdefault((shard.split, digest), shard)
-        self._shards = list(distinct.values())
+        self._shards, self._digests = list(distinct.values()), [key[1] for key in distinct]
+        if not self._shards:
+            raise UsageError(f"{name}: the shards have no tokens")
+        self.stream = Stream([shard.ids for shard in self._shards])
+        self.rows = self._read_rows() if self._meta else self._rows_of_shards()
+        self.is_cut = bool(self._meta and self._meta["is_cut"])
+        stored = self.folder / "tokenizer.json"
+        self.tokenizer = load_tokenizer(stored) if stored.exists() else None
 
-    def _read_headers(self, paths, is_folder):
-        """The `_Shard`s of all files."""
-        if is_folder and (self._folder / "meta.json").exists():
-            return self._listed_shards()
+    def _read_meta(self):
+        """The contents of meta.json, None without one."""
+        path = self.folder / "meta.json"
+        if not path.exists():
+            return None
+        try:
+            meta = io.parse_json(path.read_text())  # not limited in size
+            np.dtype(meta["dtype"])
+            if (meta["format"], meta["version"]) != (FORMAT, VERSION):
+                raise ValueError(f"format {meta['format']!r} version {meta['version']!r}")
+            for shard in meta["shards"]:
+                if not io.stays_below(shard["file"]):
+                    raise ValueError(f"{shard['file']!r} is not the name of a file in this folder")
+                if shard["split"] not in ("train", "eval", None) or int(shard["tokens"]) < 0:
+                    raise ValueError(f"shard {shard}")
+            return {"is_cut": False, "eot": None} | meta
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(
+                f"{self.name}: {path} is not an {FORMAT} version {VERSION} description"
+                f" ({type(error).__name__}: {error})"
+            ) from error
+
+    def _listed_shards(self):
+        dtype = np.dtype(self._meta["dtype"]).newbyteorder("<")
+        return [
+            _Shard(self.folder / shard["file"], shard["split"], dtype, int(shard["tokens"]))
+            for shard in self._meta["shards"]
+        ]
+
+    def _found_shards(self, paths, is_folder):
+        """The shards of other projects."""
         if not paths:
             raise UsageError(
                 f"{self.name}: the folder has neither meta.json nor a shard (*.bin); write "
@@ -177,29 +406,6 @@ class TokenShards:
                 for path in nanogpt
             ]
         return [self._llm_c_shard(path, *header) for path, header in headers.items()]
-
-    def _listed_shards(self):
-        """The shards that meta.json lists."""
-        path = self._folder / "meta.json"
-        try:
-            meta = io.read_json(path)
-            dtype = np.dtype(meta["dtype"]).newbyteorder("<")
-            if (meta["format"], meta["version"]) != (FORMAT, VERSION):
-                raise ValueError(f"format {meta['format']!r} version {meta['version']!r}")
-            for shard in meta["shards"]:
-                if not io.stays_below(shard["file"]):
-                    raise ValueError(f"{shard['file']!r} is not the name of a file in this folder")
-                if shard["split"] not in ("train", "eval") or int(shard["tokens"]) < 0:
-                    raise ValueError(f"shard {shard}")
-            return [
-                _Shard(self._folder / shard["file"], shard["split"], dtype, int(shard["tokens"]))
-                for shard in meta["shards"]
-            ]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(
-                f"{self.name}: {path} is not an {FORMAT} version {VERSION} description"
-                f" ({type(error).__name__}: {error})"
-            ) from error
 
     def _read_header(self, path):
         """Magic number, version and number of tokens of an llm.c shard; zeros past its end."""
@@ -223,35 +429,80 @@ class TokenShards:
             )
         return _Shard(path, splits.pop(), dtype, count, _HEADER_BYTES)
 
-    def tokenizer_path(self):
-        """Path of the folder's tokenizer.json, or None."""
-        path = self._folder / "tokenizer.json"
-        return path if path.exists() else None
+    def _read_rows(self):
+        """The rows of all shards."""
+        parts = []
+        for shard in self._shards:
+            with readable(self.name):
+                rows = np.fromfile(shard.path.with_suffix(".rows"), ROW)
+            if rows["stored"].sum() != shard.count:
+                raise UsageError(f"{self.name}: {shard.path} has other tokens than its .rows")
+            parts.append(rows)
+        return np.concatenate(parts)
 
+    def _rows_of_shards(self):
+        rows = np.zeros(len(self._shards), ROW)
+        for key in ("tokens", "stored", "bytes", "characters"):
+            rows[key] = [shard.count for shard in self._shards]
+        rows["digest"] = np.frombuffer(bytes.fromhex("".join(self._digests)), "V16")
+        rows["flags"] = ENDS | NO_TEXT
+        return rows
+
+    # ---- content ---------------------------------------------------------------------------------
+
+    @property
     def identity(self):
         """Hash of the tokens and of their splits."""
-        return self._identity_of(self._shards)
+        shards = [(shard.split, shard.count) for shard in self._shards]
+        return content_key("tokens", self._digests, shards)
 
-    def _identity_of(self, shards):
-        digests = file_digests(self._root, [shard.path for shard in shards])
-        return content_key("tokens", digests, [(shard.split, shard.count) for shard in shards])
+    @property
+    def has_text(self):
+        """Whether the text of all tokens is known."""
+        return not np.any(self.rows["flags"] & NO_TEXT)
 
-    def _shards_of(self, split):
-        return [shard for shard in self._shards if shard.split == split]
+    def is_evaluation(self):
+        """bool[n]: whether a row is in a shard for evaluation."""
+        ends = np.cumsum([shard.count for shard in self._shards])
+        number = np.searchsorted(ends, self._first, side="right").clip(max=len(ends) - 1)
+        return np.array([shard.split == "eval" for shard in self._shards])[number]
 
-    def find_training_shard_of(self, source):
-        """The name of a held-out shard that is a training shard of the TokenShards `source`, or
-        None.
+    @functools.cached_property
+    def _first(self):
+        """int64[n]: the first token of each row."""
+        return np.cumsum(self.rows["stored"]) - self.rows["stored"]
 
-        Whole files are compared, even if max_bytes drops a part of one. The held-out shards of the
-        `source` itself are those for evaluation, of others all.
+    def ids(self, row, count=None):
+        """int32[n]: the first `count` ids of a row; None: all, with its end-of-document id."""
+        count = int(self.rows["stored"][row]) if count is None else count
+        return self.stream.windows([self._first[row]], count)[0]
+
+    def count_in_ids(self):
+        """Let "bytes" and "characters" of rows be the numbers of their ids."""
+        for key in ("bytes", "characters"):
+            self.rows[key] = self.rows["stored"]
+
+    def cut_at(self, offsets):
+        """Cut rows in two, after `count_in_ids`.
+
+        Args:
+          offsets: set of positions in all ids.
         """
-        training = [shard.path for shard in source._shards_of("train")]
-        digests = set(file_digests(self._root, training))
-        heldout = self._shards_of("eval") if self is source else self._shards
-        paths = [shard.path for shard in heldout]
-        pairs = zip(paths, file_digests(self._root, paths), strict=True)
-        return next((path.name for path, digest in pairs if digest in digests), None)
+        for offset in sorted(offsets):
+            ends = np.cumsum(self.rows["stored"])
+            row = int(np.searchsorted(ends, offset))
+            if row == len(ends) or ends[row] == offset:
+                continue
+            ids, after = self.ids(row), int(ends[row]) - offset
+            pair = np.repeat(self.rows[row], 2)
+            for half, part in zip(pair, (ids[:-after], ids[-after:]), strict=True):
+                for key in ("stored", "bytes", "characters", "tokens"):
+                    half[key] = len(part)
+                half["digest"] = np.void(document_digest(part))
+                half["flags"] |= ENDS | NO_TEXT
+            pair["tokens"][1] -= self.rows["stored"][row] - self.rows["tokens"][row]
+            self.rows = np.concatenate([self.rows[:row], pair, self.rows[row + 1 :]])
+            del self._first  # computed anew
 
     def check_ids(self, tokenizer, tokenizer_name):
         """Raise UsageError for an id outside of the vocabulary of `tokenizer`."""
@@ -270,61 +521,27 @@ class TokenShards:
                     f"tokenizer.json of these tokens{gpt2}"
                 )
 
-    def _stream(self, split):
-        return Stream([shard.ids for shard in self._shards_of(split)])
+    # ---- splits ----------------------------------------------------------------------------------
 
-    def all_tokens(self):
-        """The TokenSplit of all shards."""
-        return TokenSplit(self.name, Stream([shard.ids for shard in self._shards]))
-
-    def decide(self, split, eval_fraction):
-        """Decide the held-out part, for the run's record (compare `held_out.decide`).
-
-        Returns:
-          {"shards": hash of the evaluation shards}, or {"tokens": [start, stop], "sum": hash of
-          these tokens}.
-        """
-        if self._shards_of("eval"):
-            return {"shards": self._identity_of(self._shards_of("eval"))}
-        if split == "documents":
-            raise UsageError(
-                f"config.data.split='documents': {self.name} is one stream of tokens without "
-                "documents; use config.data.split=tail, or write shards with a held-out split"
-            )
-        count = len(self._stream("train"))
-        start = int((1 - eval_fraction) * count)
-        return {"tokens": [start, count], "sum": self._token_digest(start, count)}
-
-    def token_splits(self, decision):
-        """{"train" or "eval": TokenSplit}; only "train" if `decision` (see `decide`) is None."""
-        train, heldout = self._stream("train"), self._stream("eval")
-        if not len(train):
-            raise UsageError(f"{self.name}: no shard has training tokens")
-        streams = {"train": train}
-        if decision and "shards" in decision:
-            if self._identity_of(self._shards_of("eval")) != decision["shards"]:
-                self._refuse_changed("the evaluation shards have changed")
-            streams["eval"] = heldout
-        elif decision:
-            start, stop = decision["tokens"]
-            is_kept = not len(heldout) and stop <= len(train)
-            if not is_kept or self._token_digest(start, stop) != decision["sum"]:
-                self._refuse_changed(f"its held-out tokens {start} to {stop} have changed")
-            ends = [*train.cut(0, start).arrays(), *train.cut(stop, len(train)).arrays()]
-            streams = {"train": Stream(ends), "eval": train.cut(start, stop)}
-        return {split: TokenSplit(self.name, stream) for split, stream in streams.items()}
-
-    def _token_digest(self, start, stop):
-        def compute():
-            digest = hashlib.blake2b(digest_size=16)
-            for array in self._stream("train").cut(start, stop).arrays():
-                digest.update(np.ascontiguousarray(array).data.cast("B"))
-            return digest.hexdigest()
-
-        return remember(self._root, content_key("sum", self.identity(), start, stop), compute)
-
-    def _refuse_changed(self, problem):
-        raise UsageError(
-            f"{self.name}: the earlier split cannot be kept: {problem}. Only append training "
-            "tokens to the old ones; restore the old tokens, or use another --workdir"
-        )
+    def select(self, is_selected):
+        """The TokenSplit of some rows, without the end-of-document id after the last one."""
+        rows = self.rows
+        chosen = np.flatnonzero(is_selected & (rows["tokens"] > 0))
+        if not len(chosen):
+            return TokenSplit(self.name, Stream([]))
+        first, breaks = self._first, np.flatnonzero(np.diff(chosen) != 1) + 1
+        arrays = []
+        for run in np.split(chosen, breaks):
+            last = rows[run[-1]]
+            length = last["tokens"] if run[-1] == chosen[-1] else last["stored"]
+            arrays += self.stream.cut(int(first[run[0]]), int(first[run[-1]] + length))
+        if not self._meta:
+            return TokenSplit(self.name, Stream(arrays))
+        selected = rows[chosen]
+        begins = np.cumsum(selected["stored"]) - selected["stored"]
+        spans = np.stack([begins, begins + selected["tokens"]], 1)
+        flags = np.bitwise_or.reduce(selected["flags"])
+        lost = next(filter(None, (shard.get("lost") for shard in self._meta["shards"])), "")
+        loss = None if flags & NO_TEXT else lost if flags & LOST else ""
+        is_first = np.append(True, selected["flags"][:-1] & ENDS > 0)
+        return TokenSplit(self.name, Stream(arrays), spans, is_first, loss)

@@ -14,14 +14,18 @@
 Of files with the same content only the first is read. A byte-order mark is not part of a text.
 """
 
+import bisect
 import codecs
 import contextlib
 import errno
+import functools
 import glob
 import hashlib
+import itertools
 import logging
 import os
 import re
+import sys
 import sysconfig
 import urllib.parse
 from collections.abc import Callable
@@ -46,37 +50,56 @@ _FORMS = {
     "hf": "hf:NAME",
     "mix": "mix:A,B",
 }
-# Commas between the parts of a mixture; a path may contain others.
-_BETWEEN_PARTS = re.compile(r",(?=[a-z]+:|(?:stdlib|pydoc)(?:,|$))")
+# Commas between the sources of `mix:`; a path may contain others.
+_BETWEEN_COMPONENTS = re.compile(r",(?=[a-z]+:|(?:stdlib|pydoc)(?:,|$))")
 # Left out of the standard library: installed packages, tests (more than a third of it, absent on
 # some systems) and files that the build generated.
 _STDLIB_SKIPPED_FOLDERS = {
     "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib-dynload",
 }  # fmt: skip
 _STDLIB_SKIPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
-_CUT_VERSION = 2  # raise it when documents are cut elsewhere
 _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")  # first bytes of gzip, zstd, zip
+
+
+PIECE_BYTES = 1 << 20  # longer documents are read and encoded in pieces
+_PART_BYTES = 1 << 28  # files are read, and tokenised, in parts of this size
+_FORMAT = 1  # raise it when documents are cut elsewhere
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text.
+    """A text, or a piece of a long one.
 
     Attributes:
       name: file and line or the like, for messages.
-      data: bytes of the text.
+      data: bytes of the text, at least one.
+      ends: whether the document ends here; the next piece continues it otherwise.
       is_cut: whether config.data.max_bytes removed its end.
-      component: the part of a mixture that the document is from; only reports read it.
+      component: the source of `mix:` that the document is from; only reports read it.
     """
 
     name: str
     data: bytes
-    component: str = ""
+    ends: bool = True
     is_cut: bool = False
+    component: str = ""
 
     @property
     def text(self):
         return self.data.decode("utf-8", "replace")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Documents that are read one after another.
+
+    Attributes:
+      documents: function that returns an iterator over the Documents.
+      size: their bytes, roughly.
+    """
+
+    documents: Callable
+    size: int
 
 
 @dataclass(frozen=True)
@@ -85,13 +108,53 @@ class Source:
 
     Attributes:
       name: the setting and its value, for messages.
-      identity: function that returns a hash of the documents and their order.
-      documents: function that returns an iterator over the Documents.
+      identity: hash of the documents and their order when the source was opened.
+      current_identity: function that returns it anew.
+      parts: list of Part; each can be read without those before it.
     """
 
     name: str
-    identity: Callable
-    documents: Callable
+    identity: str
+    current_identity: Callable
+    parts: list
+
+    def documents(self):
+        """Iterator over all Documents."""
+        return itertools.chain.from_iterable(part.documents() for part in self.parts)
+
+    def check_unchanged(self):
+        """UsageError if the text is no longer the one that was opened."""
+        if self.current_identity() != self.identity:
+            raise UsageError(
+                f"{self.name} changed while it was read; rerun the command when it no longer "
+                "changes"
+            )
+
+    def cut_at(self, offsets):
+        """The source as one part, whose documents end at some bytes of the text, too.
+
+        Args:
+          offsets: set, counted from the first byte of the first document.
+        """
+        edges = sorted(offsets)
+
+        def documents():
+            begin = 0
+            for document in self.documents():
+                data, end = document.data, begin + len(document.data)
+                for edge in edges[bisect.bisect(edges, begin) : bisect.bisect_left(edges, end)]:
+                    yield replace(document, data=data[: edge - begin], ends=True, is_cut=False)
+                    data, begin = data[edge - begin :], edge
+                yield replace(document, data=data, ends=document.ends or end in offsets)
+                begin = end
+
+        part = Part(documents, sum(part.size for part in self.parts))
+        return Source(
+            self.name,
+            content_key(self.identity, edges),
+            lambda: content_key(self.current_identity(), edges),
+            [part],
+        )
 
 
 def parse(spec, key="config.data.source"):
@@ -111,196 +174,202 @@ def parse(spec, key="config.data.source"):
     return kind, argument
 
 
-def _parts(spec, key):
-    """The sources that a setting names: the parts of a mixture, or else [spec]."""
+def _components(spec, key):
+    """The sources that a setting names: those of `mix:`, or else [spec]."""
     kind, argument = parse(spec, key)
     if kind != "mix":
         return [spec]
-    parts = _BETWEEN_PARTS.split(argument)
-    for part in parts:
-        if parse(part, key)[0] in ("mix", "tokens"):
-            raise UsageError(
-                f"{key}={spec!r}: {part!r} cannot be part of a mixture; use text sources"
-            )
-    if len(set(parts)) < len(parts) or len(parts) < 2:
+    components = _BETWEEN_COMPONENTS.split(argument)
+    for component in components:
+        if parse(component, key)[0] in ("mix", "tokens"):
+            raise UsageError(f"{key}={spec!r}: {component!r} cannot be part of mix:; use text")
+    if len(set(components)) < len(components) or len(components) < 2:
         raise UsageError(
-            f"{key}={spec!r}: a mixture needs two or more different parts, separated by commas"
+            f"{key}={spec!r}: mix: needs two or more different sources, separated by commas"
         )
-    return parts
+    return components
 
 
-def open_source(config_data, root, key="source"):
-    """The source that `config_data` names.
+def open_source(spec, setting, config_data, root, max_bytes=0):
+    """The source that a setting names.
 
     Args:
+      spec, setting: value and name of the setting, "config.data.source" for example.
+      config_data: for its text_key and document_bytes.
       root: the cache folder.
-      key: "source" or "eval_source"; config.data.max_bytes limits only the former.
-
-    Returns:
-      Source, its documents cut into pieces of config.data.document_bytes if that is not 0.
+      max_bytes: limit of the source, of each one with `mix:`; 0: none.
     """
-    c, spec, setting = config_data, getattr(config_data, key), f"config.data.{key}"
-    name, max_bytes = f"{setting}={spec!r}", c.max_bytes if key == "source" else 0
-    parts = _parts(spec, setting)
+    c, name = config_data, f"{setting}={spec!r}"
+    components = _components(spec, setting)
     # The standard library contains the language reference; it is read once, or only held out.
-    settings = filter(None, (c.source, c.eval_source))
-    named = {part for value in settings for part in _parts(value, setting)}
+    named = {part for key, value in c.specs().items() for part in _components(value, key)}
     skipped = {"pydoc_data"} if "pydoc" in named else set()
-    opened = {part: _open_part(name, part, c.text_key, max_bytes, root, skipped) for part in parts}
-    source = opened[spec] if spec in opened else _mixture(name, opened)
-    return _cut_documents(source, c.document_bytes) if c.document_bytes else source
+    identities, parts = [], []
+    for component in components:
+        identity, files = _files(name, component, c.text_key, max_bytes, root, skipped)
+        identities.append(identity)
+        label = component if len(components) > 1 else ""
+        for group in [files] if max_bytes else _grouped(files):
+            arguments = name, group, max_bytes, c.document_bytes, label
+            size = sum(size for size, _ in group)
+            parts.append(
+                Part(functools.partial(_documents, *arguments), min(size, max_bytes or size))
+            )
+
+    def identity():
+        with readable(name):
+            hashes = [each() for each in identities]
+        return content_key(_FORMAT, hashes, max_bytes, c.document_bytes)
+
+    return Source(name, identity(), identity, parts)
 
 
-def _open_part(name, part, text_key, max_bytes, root, skipped=frozenset()):
-    kind, argument = parse(part)
+def _files(name, spec, text_key, max_bytes, root, skipped):
+    """(function that returns a hash, [(bytes of a file's text, roughly, function that yields (name,
+    blocks of bytes) of each document in it)]) of a source."""
+    kind, argument = parse(spec)
     if kind == "pydoc":
-        return _language_reference(name, max_bytes)
+        topics = _language_reference(name)
+        texts = [(f"topic {topic}", [text.encode()]) for topic, text in topics]
+        size = sum(len(text) for _, text in topics)
+        return lambda: content_key("pydoc", topics), [(size, lambda: texts)]
     if kind in ("jsonl", "parquet", "hf") and not text_key:
         raise UsageError(
             f"{name}: config.data.text_key is empty; set it to the key of the text in each "
             "row, e.g. config.data.text_key=text"
         )
     if kind == "hf":
-        identity, read = rows.open_hugging_face(name, argument, text_key, root)
-        return _source_of(name, identity, read, max_bytes)
-    if kind == "stdlib":
+        paths = [rows.fetch(name, argument, text_key, max_bytes, root)]
+        kind, text_key = "jsonl", "text"
+    elif kind == "stdlib":
         paths = _stdlib_files(name, skipped)
     else:
         paths = _distinct_files(name, find_files(name, argument, root), root)
-    read_file = {
-        "text": lambda path: _read_text(name, path, max_bytes),
+    read = {
+        "text": lambda path: _read_text(name, path),
         "stdlib": _read_python,
         "arrayrecord": lambda path: rows.read_array_records(name, path, text_key),
         "jsonl": lambda path: rows.read_json_lines(name, path, text_key),
         "parquet": lambda path: rows.read_parquet(name, path, text_key),
     }[kind]
-
-    def identity():
-        return content_key(kind, text_key, file_digests(root, paths))
-
-    def read():
-        for path in paths:
-            yield from read_file(path)
-
-    return _source_of(name, identity, read, max_bytes)
+    with readable(name):
+        files = [(rows.size_of_text(path), functools.partial(read, path)) for path in paths]
+    return lambda: content_key(kind, text_key, file_digests(root, paths)), files
 
 
-def _source_of(name, identity, read, max_bytes):
-    """The Source of (name, bytes) pairs, cut after `max_bytes` bytes in all (0: no limit).
-
-    Empty documents are dropped.
-    """
-
-    def documents():
-        remaining = max_bytes or float("inf")
-        with readable(name):
-            for document_name, data in read():
-                data = data.removeprefix(codecs.BOM_UTF8)
-                is_cut = len(data) > remaining
-                if is_cut:
-                    data = whole_characters(data[:remaining])
-                    remaining = 0
-                remaining -= len(data)
-                if data:
-                    yield Document(document_name, data, is_cut=is_cut)
-                if remaining <= 0:
-                    return
-
-    def limited_identity():
-        with readable(name):
-            return content_key(identity(), max_bytes)
-
-    return Source(name, limited_identity, documents)
+def _grouped(files):
+    """Yield lists of consecutive (size, file) that have some `_PART_BYTES` together."""
+    group, total = [], 0
+    for file in files:
+        group.append(file)
+        total += file[0]
+        if total >= _PART_BYTES:
+            yield group
+            group, total = [], 0
+    if group:
+        yield group
 
 
-def _mixture(name, sources):
-    """The documents of several sources, one source after another.
+def _documents(name, files, max_bytes, document_bytes, component):
+    """Yield the Documents of `_files`.
 
     Args:
-      sources: {component: Source}.
+      max_bytes: limit of all documents together; 0: none.
+
+    A document is cut into documents of at most `document_bytes` bytes (0: never), after a line if
+    one ends in the second half, and never inside a character. If max_bytes cuts it, that holds for
+    its last piece, too, and the bytes after that are dropped: each piece is one of the whole
+    document, or the beginning of one.
     """
+    remaining, size = max_bytes or sys.maxsize, document_bytes or PIECE_BYTES
 
-    def documents():
-        for component, source in sources.items():
-            for document in source.documents():
-                yield replace(document, component=component)
+    def length(data, start):
+        piece = data[start : start + size]
+        newline = piece.rfind(b"\n", size // 2) if document_bytes else -1
+        return newline + 1 or len(trim_partial_utf8(piece))
 
-    def identity():
-        return content_key("mix", [source.identity() for source in sources.values()])
-
-    return Source(name, identity, documents)
-
-
-def _cut_documents(source, size):
-    """The documents of a source in pieces of at most `size` bytes, 16 or more.
-
-    A piece ends after a line if one ends in its second half, and never inside a character. That
-    holds for the last piece of a document that config.data.max_bytes cut, too, so that it is a
-    piece of the whole document, or the beginning of one; the bytes after it are dropped.
-    """
-
-    def documents():
-        for document in source.documents():
-            start, data = 0, document.data
-            while start < len(data):
-                piece = data[start : start + size]
-                is_last = start + size >= len(data)
-                if document.is_cut or not is_last:
-                    newline = piece.rfind(b"\n", size // 2)
-                    piece = piece[: newline + 1] if newline >= 0 else whole_characters(piece)
-                name = f"{document.name} from byte {start}" if start else document.name
-                yield replace(document, name=name, data=piece, is_cut=document.is_cut and is_last)
-                if is_last:
+    with readable(name):
+        for document_name, blocks in itertools.chain.from_iterable(read() for _, read in files):
+            buffer, offset, is_cut = b"", 0, False
+            for block in _without_mark(blocks):
+                is_cut = len(block) > remaining
+                buffer, start = buffer + block[:remaining], 0
+                remaining -= min(len(block), remaining)
+                if is_cut:
+                    buffer = trim_partial_utf8(buffer)
+                while len(buffer) - start > size:
+                    stop = start + length(buffer, start)
+                    yield Document(
+                        _piece_name(document_name, offset), buffer[start:stop],
+                        bool(document_bytes), False, component,
+                    )  # fmt: skip
+                    start, offset = stop, offset + stop - start
+                buffer = buffer[start:]
+                if is_cut:
                     break
-                start += len(piece)
+            if is_cut and document_bytes:
+                buffer = buffer[: length(buffer, 0)]
+            if buffer:
+                yield Document(_piece_name(document_name, offset), buffer, True, is_cut, component)
+            if remaining <= 0:
+                return
 
-    return Source(
-        source.name, lambda: content_key("pieces", _CUT_VERSION, size, source.identity()), documents
-    )
+
+def _piece_name(name, offset):
+    return f"{name} from byte {offset}" if offset else name
 
 
-def _language_reference(name, max_bytes):
-    """Python's language reference, as `help()` shows it: prose with a little code in it."""
+def _without_mark(blocks):
+    """The blocks of a text without a byte-order mark, each at most `PIECE_BYTES` long."""
+    mark = codecs.BOM_UTF8
+    for block in blocks:
+        block = block.removeprefix(mark)
+        mark = b""
+        for start in range(0, len(block), PIECE_BYTES):
+            yield block[start : start + PIECE_BYTES]
+
+
+def _language_reference(name):
+    """(topic, text) of Python's language reference: prose with a little code in it."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise UsageError(
             f"{name}: this Python does not include its language reference; use text:PATH"
         ) from error
-    texts = sorted(topics.items())
-
-    def read():
-        return ((f"topic {topic}", text.encode()) for topic, text in texts)
-
-    return _source_of(name, lambda: content_key("pydoc", texts), read, max_bytes)
+    return sorted(topics.items())
 
 
-def _read_text(name, path, max_bytes):
-    """Yield (path, bytes); UsageError for a binary file."""
-    most = len(codecs.BOM_UTF8) + max_bytes + 1  # one more shows that the text is longer
-    with open(path, "rb") as file:
-        data = file.read(min(most, os.path.getsize(path)) if max_bytes else -1)
-    if b"\0" in data:
-        if data.startswith(_COMPRESSED):
-            raise UsageError(
-                f"{name}: {path} is compressed; decompress it (only jsonl: reads compressed files)"
-            )
-        raise UsageError(
-            f"{name}: {path} is binary (a NUL at byte {data.index(0)}), not text; select the text "
-            "files, for example with a glob"
-        )
-    yield path, data
+def _read_text(name, path):
+    """Yield (path, blocks of bytes); UsageError for a binary file."""
+
+    def blocks():
+        offset = 0
+        with open(path, "rb") as file:
+            while block := file.read(PIECE_BYTES):
+                if not offset and block.startswith(_COMPRESSED) and b"\0" in block:
+                    raise UsageError(
+                        f"{name}: {path} is compressed; decompress it (only jsonl: reads "
+                        "compressed files)"
+                    )
+                if b"\0" in block:
+                    raise UsageError(
+                        f"{name}: {path} is binary (a NUL at byte {offset + block.index(0)}), not "
+                        "text; select the text files, for example with a glob"
+                    )
+                yield block
+                offset += len(block)
+
+    yield path, blocks()
 
 
 def _read_python(path):
-    """Yield (path, bytes) unless the file is not UTF-8."""
+    """Yield (path, [bytes]) unless the file is not UTF-8."""
     with open(path, "rb") as file:
         data = file.read()
-    try:
+    with contextlib.suppress(UnicodeDecodeError):
         data.decode()
-    except UnicodeDecodeError:
-        return
-    yield path, data
+        yield path, [data]
 
 
 def _stdlib_files(name, skipped):
@@ -323,8 +392,8 @@ def _stdlib_files(name, skipped):
 
 def check_present(spec, key):
     """UsageError unless a source's setting is valid and its files, if they are local, exist."""
-    for part in _parts(spec, key):
-        kind, argument = parse(part, key)
+    for component in _components(spec, key):
+        kind, argument = parse(component, key)
         name, path = f"{key}={spec!r}", os.path.expanduser(argument)
         if kind in ("stdlib", "pydoc", "hf") or io.is_remote(argument):
             continue
@@ -347,10 +416,10 @@ def find_files(name, argument, root):
         return fetch_files(name, argument, root)
     path = os.path.expanduser(argument)
     if os.path.isdir(path):
-        found = _files_below(path)
+        paths = _files_below(path)
     else:
-        found = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
-    files = [file for file in found if os.path.isfile(file)]
+        paths = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
+    files = [file for file in paths if os.path.isfile(file)]
     if not files:
         raise UsageError(f"{name}: no such file, or no file in this folder or of this pattern")
     return files
@@ -437,7 +506,7 @@ def readable(name):
 # ---- bytes of text -------------------------------------------------------------------------------
 
 
-def whole_characters(data):
+def trim_partial_utf8(data):
     """`data` without the incomplete UTF-8 character that a cut may have left at its end."""
     for trailing in range(1, min(4, len(data)) + 1):
         byte = data[-trailing]
@@ -449,5 +518,5 @@ def whole_characters(data):
 
 
 def document_digest(data):
-    """16 bytes that depend on nothing but the text."""
+    """16 bytes that depend on nothing but the text (of a long one: on its pieces)."""
     return hashlib.blake2b(data, digest_size=16).digest()

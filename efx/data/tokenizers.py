@@ -4,17 +4,15 @@ A tokenizer turns text into int32 ids and back, and is saved as tokenizer.json. 
 and `chars` hold their "kind"; all others have the format of the `tokenizers` library.
 """
 
-import codecs
-import contextlib
 import json
 import logging
 import os
-from pathlib import Path
 
 import numpy as np
 
 from efx import io
-from efx.data.disk_cache import content_key
+from efx.data.bpe import LibraryTokenizer
+from efx.data.tokenizer import Tokenizer, decode_utf8, prefix_errors
 from efx.errors import UsageError, nearest
 
 log = logging.getLogger(__name__)
@@ -25,91 +23,6 @@ _MIN_BPE = 257  # 256 bytes and the end of a document
 # system kills a process that has no memory for them.
 _MAX_BPE = 1_000_000
 _CODE_POINTS = 0x110000
-
-
-class Tokenizer:
-    """Base class of the tokenizers.
-
-    Attributes:
-      kind: bytes, chars, or bpe (every file of the `tokenizers` library).
-      vocab_size: ids are 0..vocab_size-1.
-      eot: the id between documents, or None. It decodes to nothing, and text never encodes to it.
-      start: ids before every document and every prompt, such as `<s>`; not part of `encode`.
-    """
-
-    kind: str
-    vocab_size: int
-    eot: int | None
-    start: tuple = ()
-
-    def encode(self, text):
-        """int32[n]: the ids of `text`, str or UTF-8 bytes; UsageError for text outside of the
-        vocabulary."""
-        raise NotImplementedError
-
-    def encode_documents(self, documents):
-        """Yield the ids of each document.
-
-        A tokenizer with `start` puts it before every document that is not empty.
-
-        Args:
-          documents: iterable of (name, bytes); errors contain the name.
-        """
-        for name, data in documents:
-            with prefix_errors(name):
-                ids = self.encode(data)
-            yield ids
-
-    def token_bytes(self):
-        """List of the bytes of each id, or None if they depend on the ids around it."""
-        raise NotImplementedError
-
-    def decode_bytes(self, ids):
-        """The bytes of `ids`."""
-        table = self.token_bytes()
-        return b"".join(table[i] for i in np.ravel(ids))
-
-    def decode(self, ids):
-        """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", "replace")
-
-    def byte_lengths(self):
-        """int64[vocab_size]: lengths of `token_bytes`, or None."""
-        table = self.token_bytes()
-        return None if table is None else np.array([len(t) for t in table], np.int64)
-
-    def stream_decoder(self):
-        """A new decoder for ids that come one by one: `feed(id) -> str`, `finish() -> str`."""
-        return StreamDecoder(self)
-
-    def to_json(self):
-        """The contents of tokenizer.json."""
-        raise NotImplementedError
-
-    def save(self, path):
-        """Write tokenizer.json atomically."""
-        io.write_text(Path(path), self.to_json())
-
-    @property
-    def fingerprint(self):
-        """Hash of everything that determines the ids."""
-        return content_key(self.kind, self.to_json(), *self.start)
-
-
-class StreamDecoder:
-    """Returns each character as soon as its last byte is decoded."""
-
-    def __init__(self, tokenizer):
-        self._tokenizer = tokenizer
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def feed(self, token_id):
-        """The text that the next id completes, perhaps empty."""
-        return self._utf8.decode(self._tokenizer.decode_bytes([token_id]))
-
-    def finish(self):
-        """U+FFFD for an incomplete last character, else nothing."""
-        return self._utf8.decode(b"", final=True)
 
 
 class ByteTokenizer(Tokenizer):
@@ -129,20 +42,25 @@ class ByteTokenizer(Tokenizer):
         return np.frombuffer(text, np.uint8).astype(np.int32)
 
     def encode_documents(self, documents):
-        """Yield the ids of each document; warn about the first one that is not UTF-8."""
+        """Yield (document, its ids); warn about the first one that is not UTF-8."""
         warned = False
-        for name, data in documents:
+        for document, ids in super().encode_documents(documents):
+            data = document.data
             if not (warned or data.isascii()) and data.decode("utf-8", "ignore").encode() != data:
                 warned = True
                 log.warning(
                     "%s is not UTF-8 text: config.data.tokenizer=bytes encodes its bytes "
                     "unchanged; convert the files if they should be text",
-                    name,
+                    document.name,
                 )
-            yield from super().encode_documents([(name, data)])
+            yield document, ids
 
     def token_bytes(self):
         return [bytes([i]) for i in range(256)] + [b""]
+
+    def decode_bytes(self, ids):
+        ids = np.ravel(ids)
+        return ids[ids < 256].astype(np.uint8).tobytes()
 
     def to_json(self):
         return json.dumps({"kind": self.kind}) + "\n"
@@ -251,8 +169,6 @@ def load_tokenizer(path):
             return ByteTokenizer()
         if fields.get("kind") == "chars":
             return CharTokenizer(fields["characters"])
-        from efx.data.bpe import LibraryTokenizer
-
         return LibraryTokenizer(text)
     except OSError as error:
         raise UsageError(f"cannot read the tokenizer {path} ({error.strerror})") from error
@@ -260,42 +176,22 @@ def load_tokenizer(path):
         raise UsageError(f"{path} is not a tokenizer.json: {error}; use another file") from error
 
 
-def find_loss(tokenizer, document, data):
+def find_loss(tokenizer, document, data, ids=None):
     """A description of the first text that encoding and decoding changes, or "".
 
     Args:
-      document: name of the text. data: bytes.
+      document: name of the text. data: its bytes. ids: its encoding, if that is known.
     """
+    if tokenizer.is_lossless:
+        return ""
     with prefix_errors(document):
-        decoded = tokenizer.decode_bytes(tokenizer.encode(data))
+        decoded = tokenizer.decode_bytes(tokenizer.encode(data) if ids is None else ids)
     if decoded == data:
         return ""
     texts = [text.decode("utf-8", "surrogateescape") for text in (data, decoded)]
     start = len(os.path.commonprefix(texts))
     before, after = (text[start : start + 20] for text in texts)
     return f"{before!r} at {start} of {document} is decoded as {after!r}"
-
-
-@contextlib.contextmanager
-def prefix_errors(document):
-    """Prefix the message of a UsageError with the name of a document."""
-    try:
-        yield
-    except UsageError as error:
-        raise UsageError(f"{document}: {error}") from error
-
-
-def decode_utf8(text, kind):
-    """`text` (str or bytes) as a str without surrogates, for a tokenizer of this kind."""
-    data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else bytes(text)
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"not UTF-8 text (byte 0x{data[error.start]:02x} at {error.start}): "
-            f"config.data.tokenizer={kind} needs UTF-8; config.data.tokenizer=bytes accepts "
-            "any bytes"
-        ) from error
 
 
 def _code_points(text):

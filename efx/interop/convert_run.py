@@ -182,14 +182,12 @@ def _without_every_second_block(variables, parent, model):
 
 def _text_records(data, folder, tokenizer):
     """(files, entries of run.json) about the text. The same text keeps the parent's split."""
-    files = {run_dir.TOKENIZER_FILE: tokenizer, run_dir.HELD_OUT_FILE: None}
+    files = {run_dir.TOKENIZER_FILE: tokenizer}
     entries = {"tokenizer": run_dir.checksum(tokenizer)}
-    same = all(
-        getattr(data, key) == run_dir.RunDir(folder).setting(f"data.{key}")
-        for key in (*named_runs.TEXT_SETTINGS, "subset")
-    )
-    if same and run_dir.RunDir(folder).origin is not None:
-        record, path = run_dir.RunDir(folder).record, io.folder(folder) / run_dir.HELD_OUT_FILE
-        files[run_dir.HELD_OUT_FILE] = path.read_text("utf-8") if path.is_file() else None
+    parent = run_dir.RunDir(folder)
+    settings = named_runs.text_settings(data) | {"subset": data.subset}
+    recorded = parent.setting("data")
+    if all(recorded[key] == value for key, value in settings.items()):
+        record = parent.record
         entries |= {name: record[name] for name in ("text", "subset") if name in record}
     return files, entries

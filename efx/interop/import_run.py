@@ -178,7 +178,7 @@ def import_run(config, folder, workdir, *, command_line=()):
             "parameters": fingerprint(state.params, model.vocab_size),
         }
         text = tokenizer.to_json()
-        files = {run_dir.TOKENIZER_FILE: text, run_dir.HELD_OUT_FILE: None}
+        files = {run_dir.TOKENIZER_FILE: text}
         run.write(state, files, imported=imported, tokenizer=run_dir.checksum(text))
     if is_primary():
         name, size = ARCHITECTURES[hf["model_type"]].name, count_params(state.params)

@@ -12,6 +12,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from efx import io, models, run_dir
 from efx.config import schema
+from efx.data.batches import state_at
 from efx.errors import UsageError, is_primary
 from efx.models.stack import convert_layers, scan_params
 from efx.parallel import multihost, sharding
@@ -41,7 +42,7 @@ class NewRun:
         record = self.files.commit(files, **entries)
         with inference.checkpointer(self.files.run.path, self.config.checkpoint) as checkpoints:
             meta = {"seconds": 0.0, "flops": {"nominal": 0.0, "realised": 0.0}, "record": record}
-            checkpoints.save(0, state, {"step": 0}, meta)
+            checkpoints.save(0, state, state_at(0), meta)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ and Weights & Biases are the dashboards; this is a page to keep or to send.
 import html
 import math
 import pathlib
+import re
 import sys
 
 import numpy as np
@@ -35,6 +36,7 @@ COLUMNS = {"step": "steps", "tokens": "tokens", "flops": "FLOPs", "seconds": "se
            "parameters": "parameters", "eval/loss": "held-out loss",
            "eval/bits_per_byte": "bits per byte", "train/loss": "training loss",
            "eval/router/worth": "worth of routed blocks (nats)"}  # fmt: skip
+HELD_OUT_SET = re.compile(r"eval/[\w-]+/(loss|bits_per_byte)")
 TEMPLATE = pathlib.Path(__file__).with_suffix(".html")
 
 
@@ -43,7 +45,7 @@ def curves(table, column):
     axes = [axis for axis in AXES if axis in table]
     rows = table.dropna(subset=[column]).melt(["run", column], axes, "axis", "value")
     rows["run"] = rows.run.str.replace("<", "&lt;")  # plotly reads some tags in names
-    labels = {column: CURVES[column], "value": ""}
+    labels = {column: CURVES.get(column, column), "value": ""}
     figure = px.line(rows, x="value", y=column, color="run", facet_col="axis", markers=True,
                      labels=labels, template="plotly_white", height=330)  # fmt: skip
     figure.for_each_annotation(lambda title: title.update(text=title.text.removeprefix("axis=")))
@@ -68,7 +70,7 @@ def page(paths):
     finite = table.replace(math.inf, math.nan)
     figures = [
         curves(finite, column).to_html(full_html=False, include_plotlyjs=False)
-        for column in CURVES
+        for column in (*CURVES, *filter(HELD_OUT_SET.fullmatch, finite))
         if column in finite and finite[column].notna().any()
     ]
     samples = []

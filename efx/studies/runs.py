@@ -96,11 +96,9 @@ def check(runs, extra=(), written=()):
         if key in checked:
             continue
         checked.add(key)
-        data = run.config().data
-        for name in ("source", "eval_source"):
-            source = getattr(data, name)
-            if source and source not in written:
-                check_present(source, f"config.data.{name}")
+        for setting, source in run.config().data.specs().items():
+            if source not in written:
+                check_present(source, setting)
 
 
 def print_commands(runs):

@@ -1,6 +1,7 @@
 """Held-out loss, in nats and in bits per byte, for each selection of routed tokens."""
 
 import dataclasses
+import re
 
 import jax
 import numpy as np
@@ -104,6 +105,8 @@ class Evaluator:
             )
             bytes_per_token = scored_bytes and scored_bytes / means["causal"]["tokens"]
             metrics = self._metrics(Passes(means, bytes_per_token))
+            for name in self._data.eval_sets:
+                metrics |= self._score_set(name, params, variables)
             if self._config.repeated_rows:
                 metrics |= self._repeated(params, variables)
         return metrics
@@ -121,6 +124,18 @@ class Evaluator:
             metrics |= report.rows(self._model, self._length, passes)
         return metrics
 
+    def _score_set(self, name, params, variables):
+        """Loss and bits per byte of one of `Data.eval_sets`."""
+        c, split = self._config, f"eval/{name}"
+        batches = self._data.eval_batches(c.batch_size, c.max_batches, self._placement.rows, split)
+        means = self._run(self._steps["causal"], params, variables, batches)
+        metrics = {f"{split}/loss": means["loss"], f"{split}/tokens": means["tokens"]}
+        if scored_bytes := self._data.scored_bytes(c.batch_size, c.max_batches, split):
+            bytes_per_token = scored_bytes / means["tokens"]
+            bits = losses.bits_per_byte(means["loss"], bytes_per_token)
+            metrics[f"{split}/bits_per_byte"] = bits
+        return metrics
+
     def check_metric(self, name, params, variables):
         """Raise UsageError unless evaluations log `name`, which is `config.checkpoint.best_metric`.
 
@@ -129,11 +144,16 @@ class Evaluator:
         Args:
           params, variables: their shapes.
         """
-        has_bits = self._data.counts_bytes
+        data, has_bits = self._data, self._data.counts_bytes()
+        of_sets = [f"eval/{one}/loss" for one in data.eval_sets]
+        counted = [one for one in data.eval_sets if data.counts_bytes(f"eval/{one}")]
+        of_sets += [f"eval/{one}/bits_per_byte" for one in counted]
+        if name in of_sets:
+            return
         if name == "eval/loss" or (name == "eval/bits_per_byte" and has_bits):
             return
         where = f"config.checkpoint.best_metric={name!r}"
-        if not name.startswith("eval/lo") and not name.startswith("eval/bits_per_byte"):
+        if not re.match(r"eval/(lo|bits_per_byte|[\w-]+/(loss|bits_per_byte)$)", name):
             raise UsageError(f"{where}: must be a held-out loss to minimise, such as eval/loss")
         batch = next(iter(self._data.eval_batches(self._config.batch_size, 1)))
         means = {}
@@ -143,6 +163,7 @@ class Evaluator:
             means[selection] = dict.fromkeys(names, 1.0)
         metrics = self._metrics(Passes(means, float(has_bits)))
         known = [key for key in metrics if key.startswith(("eval/loss", "eval/bits_per_byte"))]
+        known += of_sets
         if name not in known:
             raise UsageError(
                 f"{where}: not a loss of this model's evaluation{nearest(name, known)}; use one of "
@@ -215,6 +236,9 @@ def describe(step, metrics):
     ]
     if others:
         line += f"; loss by other routing: {', '.join(others)}"
+    if sets := [name for name in metrics if re.fullmatch("eval/.+/loss", name)]:
+        values = (f"{name.split('/')[1]} {metrics[name]:.4f}" for name in sets)
+        line += f"; held-out sets: {', '.join(values)}"
     if "eval/repeated/gain" in metrics:
         line += f"; repeats gain {metrics['eval/repeated/gain']:.2f} nats"
     return line

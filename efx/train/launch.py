@@ -1,12 +1,11 @@
 """One launch of a run: check its directory first, write there after all other checks."""
 
-import json
-
 import jax
 
 from efx import io, run_dir
 from efx.config import schema
 from efx.config.load import with_new_defaults
+from efx.data.texts import content_of
 from efx.errors import UsageError, is_primary
 from efx.logging import MetricsWriter
 from efx.logging.writer import RESUMED_FILES, WANDB_ID_FILE, check_wandb
@@ -65,10 +64,10 @@ class Launch:
         """UsageError if the text or its subset differs from the run's. Paths may change."""
         if self.is_new:
             return
-        record, c = self.run.record, self._config.data
+        record, c, text = self.run.record, self._config.data, self.run.text_record
         for key in ("source", "eval_source"):
             path_changed = getattr(c, key) != self.run.setting(f"data.{key}")
-            if path_changed and "text" in record and data.origin[key] != record["text"][key]:
+            if path_changed and text and content_of(data.text_record, key) != content_of(text, key):
                 raise UsageError(
                     f"config.data.{key}={getattr(c, key)}: --workdir={self.run.path} was trained "
                     "on different text; use the same text, or another --workdir"
@@ -109,20 +108,16 @@ class Launch:
         if jax.process_index() != 0:
             open_metrics()  # only process 0 writes
         multihost.run_on_primary(folder, open_metrics)
-        saved, held_out = self.run.tokenizer_path, None
+        saved = self.run.tokenizer_path
         tokenizer = saved.read_text(encoding="utf-8") if saved else data.tokenizer.to_json()
-        if data.origin["held_out"]:
-            decision = {name: data.origin[name] for name in ("of", "held_out")}
-            held_out = json.dumps(decision, indent=1) + "\n"
-        text = {name: data.origin[name] for name in ("source", "eval_source")}
         entries = {
-            "text": {**text, "held_out": run_dir.checksum(held_out)},
+            "text": data.text_record,
             "tokenizer": run_dir.checksum(tokenizer),
             "subset": data.subset,
             "origin": origin,
             "teacher": teacher_origin,
         }
-        contents = {run_dir.HELD_OUT_FILE: held_out, run_dir.TOKENIZER_FILE: tokenizer}
+        contents = {run_dir.TOKENIZER_FILE: tokenizer}
         if not self._config.log.wandb:
             contents[WANDB_ID_FILE] = None
         self.record = self._opened.commit(contents, **{k: v for k, v in entries.items() if v})

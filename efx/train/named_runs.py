@@ -1,5 +1,7 @@
 """Checks of the runs that a config names (initialisation, teacher, members) and of its own run."""
 
+import json
+
 from efx.config.load import config_of_run, to_config
 from efx.data import tokenizers
 from efx.data.tokenizers import load_tokenizer
@@ -7,7 +9,7 @@ from efx.errors import UsageError
 from efx.run_dir import CONFIG_FILE, RunDir
 
 # Settings of config.data that decide the text, and those that decide its held-out part.
-_SOURCES = ("source", "eval_source")
+_SOURCES = ("source", "mixture", "eval_source")
 _SPLIT = ("eval_fraction", "split", "max_bytes", "document_bytes", "text_key")
 TEXT_SETTINGS = (*_SOURCES, *_SPLIT)
 
@@ -77,21 +79,28 @@ def is_tokenizer(spec, tokenizer):
     return is_local and tokenizers.pretrained_tokenizer(spec).fingerprint == tokenizer.fingerprint
 
 
+def text_settings(config_data):
+    """{key: value, as JSON has it} of the settings that decide the text and its held-out part."""
+    return json.loads(json.dumps({key: getattr(config_data, key) for key in TEXT_SETTINGS}))
+
+
 def recorded_text(config_data, run):
-    """(`Data.origin` recorded by a `RunDir` or None, whether the config names that text).
+    """(`Data.text_record` of a `RunDir` or None, whether the config names that text).
 
     Raises: UsageError if the same text would be split differently: training text would be scored.
     """
     if not run.has_result:
         return None, True
     recorded = {key: run.setting(f"data.{key}") for key in TEXT_SETTINGS}
-    is_same = all(getattr(config_data, key) == recorded[key] for key in _SOURCES)
-    splits_source = config_data.source == recorded["source"] and not config_data.eval_source
+    named = text_settings(config_data)
+    same = {key: named[key] == recorded[key] for key in _SOURCES}
+    is_same = all(same.values())
+    splits_source = same["source"] and same["mixture"] and not config_data.eval_source
     for key in _SPLIT if is_same or splits_source else ():
-        if getattr(config_data, key) != recorded[key]:
+        if named[key] != recorded[key]:
             raise UsageError(
-                f"config.data.{key}: {recorded[key]!r} in the run, {getattr(config_data, key)!r} "
+                f"config.data.{key}: {recorded[key]!r} in the run, {named[key]!r} "
                 "here; this would score training text. To evaluate a whole other text, use "
                 "--config.data.eval_source=text:PATH"
             )
-    return run.origin, is_same
+    return run.text_record, is_same

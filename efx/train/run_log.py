@@ -118,8 +118,7 @@ class RunLog:
             "tokens_per_second": steps_per_second * e.tokens_per_step,
             "flops_per_second": steps_per_second * (flops - self.flops(step - 1)),
         }
-        if not e.data.grows:
-            row["epochs"] = e.data.epochs(step)
+        row |= self._progress_in_text(step)
         if self.peak:
             row["mfu"] = row["flops_per_second"] / self.peak
         if e.teacher is not None:
@@ -133,6 +132,16 @@ class RunLog:
             flops=row["flops"],
             flops_per_second=row["flops_per_second"],
         )
+
+    def _progress_in_text(self, step):
+        """Epochs, and with a mixture the epochs and tokens of each part."""
+        data = self.experiment.data
+        epochs, rows = data.epochs(step), data.rows_read(step)
+        if len(epochs) == 1:
+            return {"epochs": max(epochs.values())}
+        length = self.experiment.config.data.seq_len
+        tokens = {f"{part}/tokens": count * length for part, count in rows.items()}
+        return {f"{part}/epochs": value for part, value in epochs.items()} | tokens
 
     def write(self, step, metrics):
         """Add metrics to the row of a step."""
@@ -164,10 +173,8 @@ class RunLog:
         """Print the sizes of the run."""
         e, data, devices = self.experiment, self.experiment.data, jax.device_count()
         heading = f"resuming {workdir} at step {step}" if step else str(workdir)
-        text, epochs = "training tokens (still tokenising)", ""
-        if not data.grows:
-            text = quantity(data.train_tokens, "training tokens")
-            epochs = f" ({quantity(data.epochs(e.steps), 'epochs')})"
+        text = quantity(data.train_tokens, "training tokens")
+        epochs = f" ({quantity(max(data.epochs(e.steps).values()), 'epochs')})"
         teacher = ""
         if e.teacher is not None:
             flops = quantity(e.teacher_flops(), "FLOPs")
@@ -180,8 +187,7 @@ class RunLog:
         )
         for line in data.remarks():
             self.progress.println(line)
-        # The held-out split was made from an earlier version of the text.
-        if data.origin["of"] != data.origin["source"]:
+        if data.keeps_earlier_split:
             self.progress.println(f"held out: {data.describe_held_out()}")
 
     def print_first_step(self, step, started, compile_seconds):

@@ -230,15 +230,15 @@ def _open_data(config, run, splits):
     mesh, rules = mesh_and_rules(config)
     if not (run and run.has_result):  # a resumed run has its own parameters
         named_runs.check_initial_runs(config)
-    origin, same_text = None, True
+    text_record, same_text = None, True
     if run and splits:
-        origin, same_text = named_runs.recorded_text(config.data, run)
+        text_record, same_text = named_runs.recorded_text(config.data, run)
     data = load(
         config.data,
         seed=config.seed,
         tokenizer_path=named_runs.saved_tokenizer(config, run),
         splits=splits,
-        recorded_origin=origin,
+        text_record=text_record,
         is_recorded_text=same_text,
     )
     return data, mesh, rules

@@ -25,7 +25,7 @@ from efx.composition.ensemble import Ensemble, log_weights
 from efx.config.load import config_of_run, to_config
 from efx.configs import cbtm as cbtm_config
 from efx.configs import common
-from efx.data.subset import Subset
+from efx.data.held_out import Subset
 from efx.train import inference
 
 CONFIG = """

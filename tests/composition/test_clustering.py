@@ -13,7 +13,7 @@ from efx import main
 from efx.composition import CLUSTERS, cluster, documents_file
 from efx.composition import clustering as lib
 from efx.config.run import ClusterConfig, DataConfig
-from efx.data.subset import Subset
+from efx.data.held_out import Subset
 
 TOPICS = {
     "sea": "ship sailor harbour anchor storm captain deck wave island whale".split(),

@@ -139,8 +139,6 @@ NEW_RUNS = [
     ("subset missing", "data.subset=no data.split=documents data.document_bytes=64",
      "config.data.subset='no'", "--mode=cluster"),
     ("tiny documents", "data.document_bytes=8", "config.data.document_bytes=8", "16"),
-    ("tail of a buffer", "data.shuffle=buffer", "shuffle='buffer'", "split=documents"),
-    ("characters of a buffer", "data.shuffle=buffer data.tokenizer=chars", "'chars'", "use bytes"),
     ("no shards", "data.source=tokens:nothing", "source='tokens:nothing'", "write_token_shards"),
     ("documents in shards", "data.source=tokens:shards data.tokenizer=chars data.split=documents",
      "config.data.split='documents'", "data.split=tail"),

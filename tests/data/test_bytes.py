@@ -149,12 +149,13 @@ def test_partial_batches_count_no_row_twice(tmp_path):
     assert [data.scored_bytes(4), data.scored_bytes(2, 1), data.scored_bytes(1, 2)] == [20, 16, 16]
 
 
-def test_shards_count_bytes_only_where_ids_have_fixed_bytes(tmp_path):
+def test_shards_without_text_count_bytes_only_where_ids_have_fixed_bytes(tmp_path):
     """Else nothing shows whether their text was kept."""
     for kind, is_counted in (("bpe", True), ("sentence_pieces", False)):
         spec = KINDS[kind](tmp_path)
         tokenizer = bpe.train_bpe(DOCUMENTS, 300) if kind == "bpe" else load_tokenizer(spec)
-        write_token_shards(tmp_path / kind, tokenizer, DOCUMENTS * 2, DOCUMENTS)
+        ids = [tokenizer.encode(text) for text in DOCUMENTS]
+        write_token_shards(tmp_path / kind, tokenizer, [tokenizer.encode(ENGLISH * 9)], ids)
         config = make_config(f"tokens:{tmp_path / kind}", tmp_path, tokenizer=spec)
         data = open_data(config)
         expected = sum(len(text.encode()) for text in DOCUMENTS)
@@ -228,9 +229,9 @@ def test_a_tokenizer_that_loses_text_is_refused_with_the_first_lost_text(name, t
         refuse_data(config, lost, "0.txt", "config.data.lossy_tokenizer=True")
     config.lossy_tokenizer = True
     data = open_data(config)
-    assert data.eval_tokens and not data.counts_bytes and data.scored_bytes(4) is None
+    assert data.eval_tokens and not data.counts_bytes() and data.scored_bytes(4) is None
     # Shards of its tokens have no text that could show it.
-    write_token_shards(tmp_path / "shards", data.tokenizer, [ENGLISH] * 5)
+    write_token_shards(tmp_path / "shards", data.tokenizer, [ENGLISH * (i + 1) for i in range(5)])
     config.source, config.eval_source = f"tokens:{tmp_path}/shards", ""
     assert open_data(config).scored_bytes(4) is None
 

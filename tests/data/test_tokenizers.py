@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from efx.data import bpe, load_tokenizer, tokenizers
+from efx.data.sources import Document
 
 SAMPLE = "def f(x):\n    return x + 1\n\n\nclass Ä:\n    '''naïve Ω'''\n" * 20
 TEXT = st.text(st.characters(codec="utf-8"))
@@ -58,11 +59,11 @@ def test_bytes_and_characters_round_trip(data, text):
 
 def test_bytes_that_are_not_utf8_are_encoded_with_one_warning(caplog):
     texts = ["Zürich, 東京".encode(), "Zürich, ü".encode("latin-1"), b"", b"end \xe2\x82"]
-    documents = [(f"document {i}", text) for i, text in enumerate(texts)]
+    documents = [Document(f"document {i}", text) for i, text in enumerate(texts)]
     tokenizer = tokenizers.ByteTokenizer()
     list(tokenizer.encode_documents(documents[:1]))
     assert not caplog.records
-    assert [bytes(ids.tolist()) for ids in tokenizer.encode_documents(documents)] == texts
+    assert [bytes(ids.tolist()) for _, ids in tokenizer.encode_documents(documents)] == texts
     (record,) = caplog.records
     assert "document 1" in record.message
     assert tokenizer.encode("a\udcff").tolist() == [97, 255]  # as in sys.argv
@@ -111,10 +112,12 @@ def test_documents_of_several_threads_keep_their_order(bpe_280, monkeypatch):
     monkeypatch.setattr(bpe, "_BATCH", 50)
     monkeypatch.setattr(bpe, "_CHUNK", 20)
     texts = [SAMPLE[i : i + i % 90] for i in range(0, 400)]
-    documents = [(str(i), text.encode()) for i, text in enumerate(texts)]
-    assert [bpe_280.decode(ids) for ids in bpe_280.encode_documents(documents)] == texts
+    documents = [Document(str(i), text.encode()) for i, text in enumerate(texts)]
+    encoded = list(bpe_280.encode_documents(documents))
+    assert [bpe_280.decode(ids) for _, ids in encoded] == texts
+    assert [document for document, _ in encoded] == documents
     # The error names the first document.
-    documents[300], documents[310] = ("first", b"\xff"), ("second", b"\xff")
+    documents[300], documents[310] = Document("first", b"\xff"), Document("second", b"\xff")
     refused(lambda: list(bpe_280.encode_documents(documents)), "first")
 
 
@@ -136,8 +139,8 @@ def test_cutting_long_texts_does_not_change_their_ids(greedy_bpe, texts):
         patch.setattr(bpe, "_CHUNK", 3)
         patch.setattr(bpe, "_BATCH", 20)
         assert [greedy_bpe.encode(t).tolist() for t in texts] == whole
-        documents = [("name", t.encode()) for t in texts]
-        assert [ids.tolist() for ids in greedy_bpe.encode_documents(documents)] == whole
+        documents = [Document("name", t.encode()) for t in texts]
+        assert [ids.tolist() for _, ids in greedy_bpe.encode_documents(documents)] == whole
 
 
 # ---- special tokens ------------------------------------------------------------------------------
@@ -151,12 +154,10 @@ def test_the_end_of_a_document_is_an_id_without_text(bpe_280):
         assert tokenizer.byte_lengths()[eot] == 0
 
 
-def test_a_template_begins_documents_and_not_texts(words, bpe_280):
+def test_a_template_is_no_part_of_a_text(words, bpe_280):
     tokenizer = load_tokenizer(words)
     assert tokenizer.start == (0,) and bpe_280.start == ()
-    documents = [("a", b"hello!"), ("b", b""), ("c", "wörld".encode())]
-    ids = [list(each) for each in tokenizer.encode_documents(documents)]
-    assert ids == [[0, *tokenizer.encode("hello!")], [], [0, *tokenizer.encode("wörld")]]
+    assert tokenizer.encode("hello wörld").tolist() == [3, 4]
     assert tokenizer.decode([0, 3, 0, 4]) == "hello wörld"
 
 
@@ -262,7 +263,7 @@ def test_unknown_words_without_a_token_for_them_are_refused():
     tokenizer = bpe.LibraryTokenizer(inner.to_str())
     assert tokenizer.encode("the fox").tolist() == [0, 1]
     refused(lambda: tokenizer.encode("the quick fox"), "UNK")
-    documents = [("first", b"the fox"), ("second", b"a quick fox")]
+    documents = [Document("first", b"the fox"), Document("second", b"a quick fox")]
     refused(lambda: list(tokenizer.encode_documents(documents)), "config.data.tokenizer", "second")
 
 

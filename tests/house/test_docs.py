@@ -29,6 +29,7 @@ from test_layout import CONFIGS, project_files
 
 from efx import main, models
 from efx.config import flags
+from efx.data import prepare
 from efx.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,6 +129,8 @@ def python(module, argv):
             assert path.suffix != ".py" or path.exists(), word
     elif module == "efx.main":
         efx_main(argv)
+    elif module == "efx.data.prepare":
+        assert prepare.arguments_of(["prepare", *argv])
     elif module == "tensorboard.main":
         assert argv[0] == "--logdir", argv
     elif not argv:

@@ -277,7 +277,7 @@ def test_runs_that_cannot_be_bridged_are_refused(runs, tmp_path):
     for changes, name in [
         ({"model.anchor": ""}, "config.model.anchor=''"),
         ({"model.augment": ("gone",)}, "config.model.augment='gone'"),
-        ({"model.augment": (str(tmp_path / "chars"),)}, "chars"),
+        ({"model.augment": (str(tmp_path / "chars"),)}, "config.model.anchor="),
         ({"data.tokenizer": "chars"}, "config.model.anchor="),
         ({"model.augment": (str(runs / "bridged"),)}, "bridged"),
         ({"adapter.kind": "lora"}, "config.adapter.kind='lora'"),

@@ -129,7 +129,8 @@ class _Server(http.server.BaseHTTPRequestHandler):
 def standing_in(monkeypatch):
     """gs:// and s3:// are this store; no other machine is contacted."""
     for name in ("gs", "gcs", "s3"):
-        fsspec.register_implementation(name, Store, clobber=True)
+        # Not `register_implementation`, which later tests of the process would meet too.
+        monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, name, Store)
     server = http.server.ThreadingHTTPServer(("localhost", 0), _Server)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", f"http://localhost:{server.server_port}")

@@ -148,3 +148,36 @@ def test_calibration_sets_the_thresholds_of_the_last_checkpoint(selection, new_r
     assert inference.evaluate(config, workdir)["eval/loss"] == row["eval/loss"]
     config.evaluate.calibrate = 1
     refused(lambda: inference.evaluate(config, workdir), "config.evaluate.calibrate=1")
+
+
+@pytest.mark.usefixtures("one_device")
+def test_a_mixture_and_held_out_sets_are_logged_and_decide_the_best_checkpoint(tmp_path, capsys):
+    """The loss of a set is that of the run evaluated on this set alone."""
+    texts = {"a": "the quick brown fox ", "b": "日本語の文章 ", "c": "quick brown "}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.txt").write_text("".join(f"{text} {i}" for i in range(200)), "utf-8")
+    parts = {
+        "a": (f"text:{tmp_path}/a.txt", 0.75),
+        "b": (f"text:{tmp_path}/b.txt", ((0, 0.25), (2, 0))),
+    }
+    config = run_files.tiny("/none", **{"steps": 3, "evaluate.every": 1, "checkpoint.every": 1})
+    config.data.mixture, config.data.eval_sets = parts, {"c": f"text:{tmp_path}/c.txt"}
+    config.checkpoint.best_metric = "eval/c/bits_per_byte"
+    row, run = trainer.train_and_evaluate(config, tmp_path / "run"), tmp_path / "run"
+    assert row["train/a/tokens"] + row["train/b/tokens"] == row["tokens"]
+    rows = {each["step"]: each for each in read_metrics(run)}
+    assert rows[3]["train/b/tokens"] == rows[2]["train/b/tokens"] > 0
+    assert rows[3]["train/a/epochs"] > rows[2]["train/a/epochs"]
+    assert "held-out sets: a " in capsys.readouterr().out
+    alone = config_of_run(run)
+    alone.data.eval_source, alone.data.mixture = alone.data.eval_sets["c"], ()
+    alone.data.eval_sets = ()
+    metrics = inference.evaluate(alone, run)
+    for name in ("loss", "bits_per_byte", "tokens"):
+        assert row[f"eval/c/{name}"] == pytest.approx(metrics[f"eval/{name}"], rel=1e-6)
+    total = sum(row[f"eval/{name}/loss"] * row[f"eval/{name}/tokens"] for name in "ab")
+    total /= sum(row[f"eval/{name}/tokens"] for name in "ab")
+    assert row["eval/loss"] == pytest.approx(total, rel=0.05)  # and the first token of the second
+    config.checkpoint.best_metric = "eval/d/loss"
+    train = lambda: trainer.train_and_evaluate(config, tmp_path / "other")  # noqa: E731
+    refused(train, "eval/d/loss", "eval/c/loss")

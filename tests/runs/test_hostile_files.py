@@ -39,7 +39,7 @@ def test_an_index_names_files_beside_it(tmp_path, name):
     meta = json.loads((tmp_path / "meta.json").read_text())
     meta["shards"][0]["file"] = name
     (tmp_path / "meta.json").write_text(json.dumps(meta))
-    refused(lambda: shards.TokenShards("tokens", str(tmp_path), 0, tmp_path), str(tmp_path))
+    refused(lambda: shards.TokenShards("tokens", str(tmp_path), tmp_path), str(tmp_path))
 
 
 def test_every_reader_of_json_refuses_damaged_files(tmp_path):
@@ -52,9 +52,7 @@ def test_every_reader_of_json_refuses_damaged_files(tmp_path):
         run / "run.json": lambda path: run_dir.RunDir(run).record,
         tmp_path / "tokenizer.json": load_tokenizer,
         tmp_path / INDEX: lambda path: Tensors(tmp_path),
-        tmp_path / "shards/meta.json": lambda path: shards.TokenShards(
-            "x", str(path.parent), 0, run
-        ),
+        tmp_path / "shards/meta.json": lambda path: shards.TokenShards("x", str(path.parent), run),
     }
     for path, read in readers.items():
         for content in (b"\xed\xa0\x80", b"{"):

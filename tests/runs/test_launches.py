@@ -127,9 +127,8 @@ def test_a_text_that_grew_keeps_its_held_out_part(copy):
     assert inference.evaluate(tiny(text, **keep), run)["eval/tokens"] == int(0.1 * len(TEXT)) - 1
     trainer.train_and_evaluate(tiny(text, **more, **keep), run)
     # The new text is recorded, and no longer needs permission.
-    again = run_dir.RunDir(run).record["text"]
-    assert again["held_out"] == record["text"]["held_out"]
-    assert again["source"] != record["text"]["source"]
+    again, before = (each["text"]["train"][""] for each in (run_dir.RunDir(run).record, record))
+    assert again["held_out"] == before["held_out"] and again["content"] != before["content"]
     metrics = inference.evaluate(tiny(text, **more), run)
     assert metrics["eval/tokens"] == int(0.1 * len(TEXT)) - 1
 
@@ -162,7 +161,8 @@ def test_a_run_with_an_evaluation_text_holds_nothing_out_and_refuses_another(tra
     text.write_text("held out\n" * 40)
     config = tiny(trained / "a.txt", **{"data.eval_source": f"text:{text}", "steps": 1})
     row = trainer.train_and_evaluate(config, tmp_path / "run")
-    assert row["eval/tokens"] == 359 and not (tmp_path / "run/held_out.json").exists()
+    assert row["eval/tokens"] == 359
+    assert run_dir.RunDir(tmp_path / "run").text_record["train"][""]["held_out"] is None
     text.write_text("held out\n" * 41)
     refused(config, tmp_path / "run", "config.data.eval_source=")
 
@@ -254,15 +254,14 @@ def test_a_run_whose_text_tokenizer_or_settings_were_replaced_is_refused(copy):
     refused(config, run, str(text))
     text.write_text(TEXT)
     refused(tiny(text, **{"seed": 5}), run, "config.seed: 0 in the run, 5 here")
-    for name in ("tokenizer.json", "held_out.json"):
-        whole = (run / name).read_text()
-        (run / name).write_text(whole + " ")
-        refused(config, run, name)
-        use_it = inference.sample if name == "tokenizer.json" else inference.evaluate
-        refusals.refused(lambda: use_it(tiny(text), run), name)  # noqa: B023
-        (run / name).unlink()
-        refused(config, run, name)
-        (run / name).write_text(whole)
+    path = run / "tokenizer.json"
+    whole = path.read_text()
+    path.write_text(whole + " ")
+    refused(config, run, path.name)
+    refusals.refused(lambda: inference.sample(tiny(text), run), path.name)
+    path.unlink()
+    refused(config, run, path.name)
+    path.write_text(whole)
     edit_record(run, lambda record: record | {"subset": "of other documents"})
     refused(config, run, "config.data.subset")
     edit_record(run, lambda record: {k: v for k, v in record.items() if k != "subset"})

@@ -1,5 +1,6 @@
 """Runs and data in an object store, against a stand-in; and addresses that are refused."""
 
+import json
 import os
 from io import StringIO
 
@@ -108,6 +109,18 @@ def test_a_save_that_was_cut_off_in_a_bucket_makes_way_for_the_next(run, objects
     trainer.train_and_evaluate(config(run, steps=6), RUN)
     assert f"{begin}commit_success.txt" in objects and f"{begin}state/left" not in objects
     assert losses(RUN).items() >= expected.items() and max(losses(RUN)) == 6
+
+
+def test_a_run_whose_first_save_was_cut_off_in_a_bucket_starts_again(run, objects):
+    workdir, begin = "gs://bucket/runs/b", "bucket/runs/b/"
+    trainer.train_and_evaluate(config(run, steps=2), workdir)
+    expected, record = losses(workdir), json.loads(objects[f"{begin}run.json"][0])
+    del record["launches"][0]["saved"]
+    object_store.put(f"{begin}run.json", json.dumps(record).encode())
+    del objects[f"{begin}checkpoints/2/commit_success.txt"]
+    trainer.train_and_evaluate(config(run, steps=2), workdir)
+    assert losses(workdir) == expected
+    assert f"{begin}checkpoints/2/commit_success.txt" in objects
 
 
 def test_a_run_whose_checkpoints_are_missing_in_a_bucket_is_refused(run, objects):

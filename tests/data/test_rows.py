@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from data_helpers import make_config, open_data, read_texts, refuse_data
 
+from efx.config.run import DataConfig
+from efx.config.schema import make
 from efx.data import sources
 from efx.errors import TransientError
 
@@ -87,8 +89,9 @@ def test_memory_does_not_grow_with_the_file(kind, tmp_path):
     path, rng = tmp_path / f"a.{kind}", np.random.default_rng(0)
     texts = [rng.bytes(2500).hex() for _ in range(2000)]
     write_parquet(path, texts) if kind == "parquet" else write_gzip(path, lines(texts))
-    config = make_config(f"{kind.partition('.')[0]}:{path}", tmp_path, text_key="text")
-    documents = sources.open_source(config, tmp_path / "cache").documents()
+    c = make(DataConfig, make_config("stdlib", tmp_path, text_key="text"))
+    source = f"{kind.partition('.')[0]}:{path}"
+    documents = sources.open_source(source, "", c, tmp_path / "cache").documents()
     del texts
     size = sum(len(next(documents).data) for _ in range(100))  # also imports the libraries
     arrow = pytest.importorskip("pyarrow").total_allocated_bytes  # Python does not count these
@@ -130,9 +133,9 @@ def test_a_hugging_face_data_set_is_read_as_a_stream(tmp_path):
         patch.setattr(datasets.DatasetBuilder, "download_and_prepare", None)
         assert read(source, tmp_path) == [text for text in TEXTS if text]
         first = open_data(config)
-    assert open_data(config, recorded_origin=first.origin).fingerprint == first.fingerprint
+    assert open_data(config, text_record=first.text_record).fingerprint == first.fingerprint
     write_parquet(folder / "train-1.parquet", TEXTS[31:])
-    refuse_data(config, source, "on_change", recorded_origin=first.origin)
+    refuse_data(config, source, "on_change", text_record=first.text_record)
     config.text_key = "body"
     refuse_data(config, "text_key='body'", "id, text")
     (folder / "train-1.parquet").write_bytes(b"PAR1")

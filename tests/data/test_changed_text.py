@@ -11,9 +11,9 @@ import pytest
 from data_helpers import (
     few_examples,
     make_config,
-    memory_source,
     open_data,
     refuse_data,
+    split_documents,
     text_of,
     write_folder,
     write_letters,
@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from refusals import refused
 
 import efx.data
-from efx.data import held_out, tokenizers
+from efx.data import tokenizers
 from efx.errors import UsageError
 from efx.train import named_runs
 
@@ -77,24 +77,24 @@ def test_text_held_out_before_the_source_grew_stays_held_out(kind, tmp_path):
     config = make_config(source.format(folder), tmp_path, **settings)
     old = open_data(config)
     heldout = lines(old, "eval")
-    assert open_data(config, recorded_origin=old.origin).fingerprint == old.fingerprint
+    assert open_data(config, text_record=old.text_record).fingerprint == old.fingerprint
     for name, texts in grow.items():
         write(folder / name, texts)
-    refuse_data(config, f"config.data.source={config.source!r}", recorded_origin=old.origin)
+    refuse_data(config, f"config.data.source={config.source!r}", text_record=old.text_record)
     if config.split == "tail" and kind != "shards":  # a new run trains on it
         assert lines(open_data(config), "train") & heldout
     config.on_change = "keep_split"
-    kept = open_data(config, recorded_origin=old.origin)
+    kept = open_data(config, text_record=old.text_record)
     assert lines(kept, "eval") == heldout
     trained = lines(kept, "train")
     assert not trained & heldout and any(line.startswith("new") for line in trained)
     assert lines(old, "train") <= trained | heldout
     # Accepted once, it is the run's text: it needs no setting, and another change is refused.
     config.on_change = "error"
-    assert open_data(config, recorded_origin=kept.origin).fingerprint == kept.fingerprint
+    assert open_data(config, text_record=kept.text_record).fingerprint == kept.fingerprint
     if kind == "folder":
         (folder / "d.txt").write_text("more")
-        refuse_data(config, config.source, recorded_origin=kept.origin)
+        refuse_data(config, config.source, text_record=kept.text_record)
 
 
 def test_a_split_whose_held_out_text_has_changed_cannot_be_kept(tmp_path):
@@ -104,13 +104,13 @@ def test_a_split_whose_held_out_text_has_changed_cannot_be_kept(tmp_path):
         old = open_data(config)
         (folder / f"0 {split}.txt").write_text("sorts first")
         if split == "tail":
-            refuse_data(config, config.source, recorded_origin=old.origin)
+            refuse_data(config, config.source, text_record=old.text_record)
             continue
-        assert open_data(config, recorded_origin=old.origin).eval_tokens == old.eval_tokens
+        assert open_data(config, text_record=old.text_record).eval_tokens == old.eval_tokens
         letters = {*text_of(old, "eval")}
         path = next(p for p in folder.rglob("??.txt") if p.read_text()[0] in letters)
         path.write_text(path.read_text() + "longer")  # one of several
-        refuse_data(config, config.source, recorded_origin=old.origin)
+        refuse_data(config, config.source, text_record=old.text_record)
     assert not list((tmp_path / "cache").glob("*/*.tmp-*"))
 
 
@@ -122,17 +122,10 @@ TEXTS = st.lists(st.binary(max_size=20), min_size=1, max_size=6)
 def test_a_split_is_kept_over_any_growth(old, new, how, fraction):
     """Old documents stay on their side, and no new one is held out."""
     try:
-        decision = held_out.decide(memory_source(old), how, fraction)
+        decision, before = split_documents(old, how, fraction)
     except UsageError:
         return
-
-    def sides(texts):
-        found = {"train": [], "eval": []}
-        for part, _, data in held_out.pieces(memory_source(texts), decision):
-            found[part].append(data)
-        return found
-
-    before, after = sides(old), sides(old + new)
+    _, after = split_documents(old + new, how, fraction, decision)
     if how == "tail":
         assert b"".join(after["eval"]) == b"".join(before["eval"])
         start = len(b"".join(old)) - len(b"".join(before["eval"]))
@@ -180,7 +173,7 @@ def test_another_text_is_held_out_as_a_whole(tokenizer, tmp_path):
         assert not any(b"zq" in token for token in data.tokenizer.token_bytes())
     # An evaluation without eval_source would hold out text that was trained on.
     config.eval_source = ""
-    recorded = dict(recorded_origin=data.origin, is_recorded_text=False)
+    recorded = dict(text_record=data.text_record, is_recorded_text=False)
     refuse_data(config, "config.data.eval_source=''", **recorded)
 
 
@@ -212,6 +205,18 @@ def test_copies_of_held_out_documents_are_not_trained_on(split, tmp_path):
         refuse_data(config, "training split", "no tokens")
 
 
+def test_a_document_of_a_set_in_which_the_tail_begins_is_not_trained_on(tmp_path):
+    documents = [words(name, 10) for name in ("a", "b", "c")]
+    for path, texts in (("all", documents), ("set", [documents[1], words("d", 9)])):
+        write(tmp_path / f"{path}.jsonl.gz", texts)
+    config = make_config(f"jsonl:{tmp_path}/all.jsonl.gz", tmp_path, eval_fraction=0.5, **ROWS)
+    assert lines(open_data(config), "train") & set(documents[1].split("\n"))
+    config.eval_sets = {"set": f"jsonl:{tmp_path}/set.jsonl.gz"}
+    data = open_data(config)
+    assert text_of(data, "train") == documents[0]
+    assert text_of(data, "eval").endswith(documents[2])
+
+
 @pytest.mark.parametrize("part", [slice(0, 300), slice(150, 400), slice(400, None)])
 def test_a_held_out_file_is_cut_out_of_a_longer_training_file(part, tmp_path):
     text = words("a", 60)
@@ -229,8 +234,9 @@ def test_a_held_out_file_is_cut_out_of_a_longer_training_file(part, tmp_path):
 def test_a_run_with_an_eval_source_is_not_split_for_evaluation(tmp_path):
     """Not a part of its source either."""
     trained = make_config("text:a", tmp_path, eval_source="text:b")
+    recorded = json.loads(json.dumps(trained.to_dict()))
     run = SimpleNamespace(
-        has_result=True, origin={}, setting=lambda key: trained[key.removeprefix("data.")]
+        has_result=True, text_record={}, setting=lambda key: recorded[key.removeprefix("data.")]
     )
     changed = make_config("text:a", tmp_path, eval_source="text:c", max_bytes=50)
     assert named_runs.recorded_text(changed, run) == ({}, False)
@@ -253,14 +259,15 @@ def test_the_beginning_of_a_held_out_document_is_not_trained_on(document_bytes, 
 def test_tokens_and_text_cannot_be_compared(tmp_path):
     """So neither is the held-out text of a run on the other; an evaluation may score it."""
     letters, known = write_letters(tmp_path), tmp_path / "t/tokenizer.json"
-    efx.data.write_token_shards(tmp_path / "t", tokenizers.ByteTokenizer(), ["abc " * 30], ["de"])
+    ids = [np.arange(97, 217), np.arange(100, 102)]
+    efx.data.write_token_shards(tmp_path / "t", tokenizers.ByteTokenizer(), ids[:1], ids[1:])
     names, tokens = (f"text:{letters}", f"tokens:{tmp_path / 't'}"), {}
     for source, eval_source in (names, names[::-1]):
         config = make_config(source, tmp_path, eval_source=eval_source)
         refuse_data(config, f"eval_source={eval_source!r}", f"source={source!r}", "compared")
         data = open_data(config, splits=("eval",), tokenizer_path=known)
         tokens[eval_source] = (data.eval_tokens, data.scored_bytes(4))
-    assert tokens == {names[0]: (400, 399), names[1]: (124, 121)}
+    assert tokens == {names[0]: (400, 399), names[1]: (123, 121)}
 
 
 def test_tokens_of_another_tokenizer_are_refused(tmp_path):
@@ -285,6 +292,6 @@ def test_evaluation_needs_no_training_text(tmp_path):
     assert open_data(config, splits=(), **known).vocab_size == 257
     refuse_data(config, "/gone", **known)
     # The run's held-out text may not change either.
-    origin = data.origin
+    origin = data.text_record
     (tmp_path / "short.txt").write_text("abcd")
-    refuse_data(config, config.eval_source, recorded_origin=origin, splits=("eval",), **known)
+    refuse_data(config, config.eval_source, text_record=origin, splits=("eval",), **known)

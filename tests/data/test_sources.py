@@ -23,9 +23,9 @@ from data_helpers import (
 from refusals import refused
 
 import efx.data
-from efx.data import bpe, sources, tokenizers
+from efx.data import bpe, tokenizers
+from efx.data.held_out import Subset
 from efx.data.sources import document_digest
-from efx.data.subset import Subset
 
 
 def test_texts_of_a_file_a_folder_and_a_glob(tmp_path):
@@ -150,13 +150,11 @@ def test_token_shards_are_read_as_they_were_written(tmp_path):
     config = make_config(f"tokens:{tmp_path / 't'}", tmp_path)
     data = open_data(config)
     assert text_of(data, "train") == "first textsecond" + "third " * 20
-    assert data.train_tokens == sum(map(len, train)) + 3
+    assert data.train_tokens == sum(map(len, train)) + 2  # ends of documents between them
     assert data.scored_bytes(4) == 12  # the first is not scored
     batch = next(iter(data.eval_batches(4)))
     assert tokenizer.decode(batch["targets"][batch["weights"] > 0]) == "eld out text"
-    config.max_bytes = 40
-    assert split_sizes(config) == (20, 14)
-    config.max_bytes, config.packing = 0, True
+    config.packing = True
     data = open_data(config)
     assert data.scored_tokens("train") == sum(len(t) + 1 for t in train)
     assert data.scored_bytes(4) == 13
@@ -200,9 +198,7 @@ def test_token_shards_of_each_format_are_split(llm_c, tmp_path):
         ("large_llm_c", chars, (52_500, 17_500)),
         ("nanogpt", {}, (150, 50)),
         ("both", {}, (200, 50)),
-        ("both", {"max_bytes": 100}, (50, 50)),
         ("fineweb10B", {}, (150, 50)),
-        ("fineweb10B", {"max_bytes": 120}, (60, 50)),
         ("fineweb10B/fineweb_train_*.bin", {}, (112, 38)),
         ("fineweb10B/*_00000[02].bin", {}, (50, 50)),
     ):
@@ -219,38 +215,42 @@ def test_a_run_keeps_its_held_out_tokens_or_is_refused(llm_c, tmp_path):
     tokens = np.arange(200, dtype=np.uint16)
     tokens.tofile(tmp_path / "train.bin")
     config = make_config(f"tokens:{tmp_path}", tmp_path, on_change="keep_split")
-    origin = open_data(config).origin
+    origin = open_data(config).text_record
     np.append(tokens, tokens[:40]).tofile(tmp_path / "train.bin")
-    data = open_data(config, recorded_origin=origin)
+    data = open_data(config, text_record=origin)
     assert token_ids(data, "eval") == [*range(150, 200)]
     assert token_ids(data, "train") == [*range(150), *range(40)]
     tokens[::-1].tofile(tmp_path / "train.bin")
-    refuse_data(config, config.source, recorded_origin=origin)
+    refuse_data(config, config.source, text_record=origin)
     config.source = f"tokens:{llm_c}"
-    origin = open_data(config).origin
+    origin = open_data(config).text_record
     llm_c_shard(llm_c / "fineweb_val_000000.bin", np.arange(100, 150))
-    refuse_data(config, config.source, recorded_origin=origin)
+    refuse_data(config, config.source, text_record=origin)
 
 
-def test_a_training_shard_cannot_be_the_held_out_text(llm_c, tmp_path):
+def test_a_held_out_shard_is_not_trained_on(llm_c, tmp_path):
     shard = llm_c / "fineweb_train_000002.bin"
     (llm_c / "copy_val.bin").write_bytes(shard.read_bytes())  # under another name
-    config = make_config(f"tokens:{llm_c}/fineweb_*", tmp_path, max_bytes=120)
+    config = make_config(f"tokens:{llm_c}/fineweb_*", tmp_path)
     for name in (shard.name, "copy_val.bin"):
         config.eval_source = f"tokens:{llm_c}/{name}"
-        refuse_data(config, "config.data.eval_source=", name)
+        data = open_data(config)
+        assert token_ids(data, "eval") == [*range(50, 100)]
+        assert token_ids(data, "train") == [*range(50), *range(100, 150)]
     # Shards for evaluation are not trained on.
     config.eval_source = f"tokens:{llm_c}/fineweb_val_000000.bin"
-    assert split_sizes(config) == (60, 50)
+    assert split_sizes(config) == (150, 50)
 
 
-def test_a_training_shard_counts_once_and_is_not_an_evaluation_shard(llm_c, tmp_path):
+def test_a_training_shard_counts_once_and_is_no_evaluation_shard(llm_c, tmp_path):
     train = llm_c / "fineweb_train_000001.bin"
     (llm_c / "fineweb_train_latest.bin").symlink_to(train.name)
     config = make_config(f"tokens:{llm_c}", tmp_path)
     assert token_ids(open_data(config), "train") == [*range(150)]
     (llm_c / "fineweb_val_000009.bin").write_bytes(train.read_bytes())
-    refuse_data(config, config.source, "fineweb_val_000009.bin")
+    data = open_data(config)
+    assert token_ids(data, "train") == [*range(50, 150)]
+    assert token_ids(data, "eval") == [*range(200, 250), *range(50)]
 
 
 def test_token_shards_that_do_not_fit_are_refused(llm_c, tmp_path):
@@ -375,11 +375,10 @@ SETTINGS = dict(split="documents", seq_len=4, batch_size=2)
 def by_first_byte(two_folders, tmp_path):
     """[file that lists the training documents of letters, of digits]."""
     config = make_config(two_folders, tmp_path, **SETTINGS)
-    source = sources.open_source(config, tmp_path / "cache")
+    texts = [text.encode() for text in read_texts(two_folders, tmp_path)]
     digests = [[], []]
-    for part, _, data in split_documents(source, "documents", config.eval_fraction):
-        if part == "train":
-            digests[data[:1].isdigit()].append(document_digest(data).hex())
+    for text in split_documents(texts, "documents", config.eval_fraction)[1]["train"]:
+        digests[text[:1].isdigit()].append(document_digest(text).hex())
     for i in range(2):
         (tmp_path / f"{i}.json").write_text(Subset(digests[i]).to_json())
     return [str(tmp_path / f"{i}.json") for i in range(2)]

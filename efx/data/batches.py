@@ -1,119 +1,72 @@
-"""Batches: from `config.data` to the input of `train_step`, a function of (seed, step) alone."""
+"""Batches: the input of `train_step`, a function of (seed, step) alone."""
 
-import functools
+import sys
 
 import numpy as np
 
-from efx.config.run import DataConfig
-from efx.config.schema import make
-from efx.data import corpus, held_out, tokenizers
-from efx.data.corpus import SPLITS
+from efx.data import mixture, tokenizers
 from efx.data.disk_cache import content_key
-from efx.data.growing import GrowingTokens
-from efx.data.opened import OpenedTexts
 from efx.data.packing import Packing
 from efx.errors import UsageError
 
-
-def load(
-    config_data,
-    *,
-    seed,
-    tokenizer_path=None,
-    splits=SPLITS,
-    recorded_origin=None,
-    is_recorded_text=True,
-):
-    """Open the data that `config_data` describes; tokenise it if it is not in the cache.
-
-    Args:
-      config_data: the `data` block of a config.
-      seed: with the step, determines every batch; `config.seed` as a rule.
-      tokenizer_path: tokenizer.json of a run, used in place of `config_data.tokenizer`.
-      splits: which of "train" and "eval" to load. With a `tokenizer_path`, a text that they do not
-        need is not opened.
-      recorded_origin: `Data.origin` that a run recorded; None for a new run. Text that it held out
-        is held out again; a text that has changed is refused, but see config.data.on_change.
-      is_recorded_text: whether `config_data` names the text of that run. If not, its text is split
-        anew, unless its content is the run's.
-
-    Returns:
-      Data.
-
-    Raises:
-      UsageError: one line that names the key, value or file at fault.
-    """
-    c = make(DataConfig, config_data)
-    opened = OpenedTexts(c, splits if tokenizer_path else SPLITS, recorded_origin, is_recorded_text)
-    tokenizer = opened.tokenizer(tokenizer_path)
-    token_splits = {
-        split: tokens for split, tokens in opened.token_splits(tokenizer).items() if split in splits
-    }
-    for split, tokens in token_splits.items():
-        if tokens.loss and not c.lossy_tokenizer:
-            raise UsageError(
-                f"{tokens.name}: config.data.tokenizer={c.tokenizer!r} loses text: {tokens.loss}; "
-                "use another tokenizer, or set config.data.lossy_tokenizer=True (then no bits per "
-                "byte are logged)"
-            )
-        # The length of a growing text is checked when it ends. A text that is held out as a whole
-        # may be shorter than a row.
-        if split == "eval" or not opened.grows:
-            seq_len = 1 if split == "eval" and c.eval_source else c.seq_len
-            corpus.check_length(seq_len, split, tokens.name, len(tokens.stream))
-    key = content_key(opened.key(), tokenizer.fingerprint)
-    data = Data(c, seed, tokenizer, token_splits, key)
-    data.origin, data.subset = opened.origin, opened.subset and opened.subset.key
-    data.is_cut = "train" in splits and opened.is_source_cut()
-    return data
-
-
 _FEW_TOKENS = 10_000  # held-out tokens that give a noisy loss
+SPLIT_NAMES = {"train": "training split", "eval": "held-out split"}
+
+
+def state_at(step):
+    """The state of a `Data.train_iterator` whose next batch is for a step."""
+    return {"next_index": step}
 
 
 class Data:
-    """A tokenised text, split, and the batches made of it. Made by `load`.
+    """Tokenised texts, split, and the batches made of them. Made by `texts.load`.
 
     A batch is a dict of rows: inputs, targets int32[B, T]; weights float32[B, T], 0 where nothing
     is scored; with packing also positions and segment_ids int32[B, T] (0: padding). With `rows`,
     numbers from 0 to B - 1, only those rows are read: the content of row i of step n depends
     neither on the number of processes nor on which of them reads it.
 
+    A split is "train", or "train/NAME" for each part of config.data.mixture; "eval", all held-out
+    text; and "eval/NAME" for each set in config.data.eval_sets and each part that is split.
+
     Attributes:
       tokenizer: an efx tokenizer.
       vocab_size: number of token ids.
-      eval_tokens: tokens of the held-out split; 0 if it was not loaded.
-      fingerprint: hash of the text, of how it is split, and of the tokenizer.
+      eval_sets: names of the held-out sets besides all held-out text.
+      fingerprint: hash of the texts, of how they are split, and of the tokenizer.
       subset: hash of the list that the training split is limited to, or None.
-      origin: a run's record of its text, see `opened.OpenedTexts`.
+      text_record: a run's record of its text, see `texts`.
       is_cut: whether config.data.max_bytes leaves out a part of the training text.
     """
 
-    subset = origin = None
+    subset = text_record = None
     is_cut = False
 
     def __init__(self, config, seed, tokenizer, token_splits, fingerprint):
-        """token_splits: {"train" or "eval": TokenSplit}."""
+        """token_splits: {split: TokenSplit}."""
         self.tokenizer, self.vocab_size = tokenizer, tokenizer.vocab_size
         self.fingerprint = fingerprint
         self._config, self._splits = config, token_splits
         self._streams = {split: tokens.stream for split, tokens in token_splits.items()}
-        self.eval_tokens = len(self._streams.get("eval", ()))
+        self._parts = [split for split in token_splits if split.startswith("train")]
+        self.eval_sets = [split[5:] for split in token_splits if split.startswith("eval/")]
         self._packings, self._scored_bytes = {}, {}
-        # 32 bits for grain; hashed, so that neighbouring seeds have nothing in common (grain
-        # derives the order of epoch e from seed + e).
-        self._seed = int(content_key("order", int(seed))[:8], 16)
+        # Hashed, so that neighbouring seeds have nothing in common.
+        self._seed = int(content_key("order", int(seed))[:15], 16)
+        self._mixture = None
+        if config.mixture and self._parts:
+            schedules = [schedule for _, schedule in config.mixture.values()]
+            self._mixture = mixture.Mixture(schedules, config.batch_size, self._seed)
 
     @property
     def train_tokens(self):
-        """Tokens in the training split; those so far while it `grows`; 0 if it was not loaded."""
-        return len(self._streams.get("train", ()))
+        """Tokens to train on; 0 if they were not loaded."""
+        return sum(len(self._streams[part]) for part in self._parts)
 
     @property
-    def grows(self):
-        """Whether the training split is still being tokenised, so that a batch may have to wait."""
-        tokens = self._streams.get("train")
-        return isinstance(tokens, GrowingTokens) and not tokens.finished
+    def eval_tokens(self):
+        """Tokens of all held-out text; 0 if it was not loaded."""
+        return len(self._streams.get("eval", ()))
 
     def documents(self, split):
         """int64[n, 2]: the first and last-plus-one token of each document of `split`."""
@@ -123,21 +76,34 @@ class Data:
         """int32[stop - start]: the tokens of `split` from `start` on."""
         return self._streams[split].windows([start], stop - start)[0]
 
+    @property
+    def _training_text(self):
+        """The setting of the training text and its value, for people."""
+        c = self._config
+        return (
+            "each part of config.data.mixture" if c.mixture else f"config.data.source={c.source!r}"
+        )
+
     def describe_held_out(self):
         """A description of the held-out split for people."""
         c = self._config
         if c.eval_source:
             return f"all of config.data.eval_source={c.eval_source!r}"
-        if "shards" in self.origin["held_out"]:
-            return f"the evaluation shards of config.data.source={c.source!r}"
+        text, records = self._training_text, self.text_record["train"].values()
+        if any("shards" in record["held_out"] for record in records):
+            return f"the evaluation shards of {text}"
         description = f"split={c.split!r}, eval_fraction={c.eval_fraction}"
-        if self.origin["of"] != self.origin["source"]:
+        if self.keeps_earlier_split:
             description += ", as at the start of the run"
-        limit = f" of the first {c.max_bytes:,} bytes" if c.max_bytes else ""
-        if c.shuffle == "buffer":
-            first = min(c.max_bytes or held_out.HEAD_BYTES, held_out.HEAD_BYTES)
-            limit = f" of the documents that start in the first {first:,} bytes"
-        return f"the held-out part ({description}){limit} of config.data.source={c.source!r}"
+        is_limited = c.max_bytes and not c.source.startswith("tokens:")
+        limit = f" of the first {c.max_bytes:,} bytes" if is_limited else ""
+        return f"the held-out part ({description}){limit} of {text}"
+
+    @property
+    def keeps_earlier_split(self):
+        """Whether the held-out split was made from an earlier version of the text."""
+        records = self.text_record["train"].values()
+        return any(r["held_out"] and r["split_made_for"] != r["content"] for r in records)
 
     def remarks(self):
         """Lines for people about limits of the text and of the tokenizer."""
@@ -145,7 +111,7 @@ class Data:
         if self.is_cut:
             lines.append(
                 f"config.data.max_bytes={c.max_bytes}: only the first {c.max_bytes:,} bytes of "
-                f"config.data.source={c.source!r} are used; set it to 0 to use all"
+                f"{self._training_text} are used; set it to 0 to use all"
             )
         # Not parsed otherwise: the file that a setting names may be gone.
         is_bpe = c.tokenizer.startswith("bpe:")
@@ -167,109 +133,119 @@ class Data:
     # ---- packing ---------------------------------------------------------------------------------
 
     def check_packing(self):
-        """UsageError if the training split is one document."""
-        if "train" in self._streams and len(self.documents("train")) < 2:
-            raise UsageError(
-                "config.data.packing=True: the training split of "
-                f"config.data.source={self._config.source!r} is one document; set "
-                "config.data.packing=False"
-            )
+        """UsageError if a training split is one document."""
+        for part in self._parts:
+            if len(self.documents(part)) < 2:
+                raise UsageError(
+                    f"config.data.packing=True: the training split of {self._splits[part].name} "
+                    "is one document; set config.data.packing=False"
+                )
 
     def _packing(self, split):
         if split not in self._packings:
+            order = "length" if split in self._parts else "document"
             self._packings[split] = Packing(
                 self._streams[split],
                 self.documents(split),
                 self.tokenizer.eot,
                 self._config.seq_len,
-                {"train": "length", "eval": "document"}[split],
+                order,
                 self._seed,
             )
         return self._packings[split]
 
     # ---- bits per byte ---------------------------------------------------------------------------
 
-    def scored_tokens(self, split):
-        """Number of targets with weight 1 in one pass over `split` ("train" or "eval")."""
+    def scored_tokens(self, split="eval"):
+        """Number of targets with weight 1 in one pass over `split`."""
         if self._config.packing:
             return self._packing(split).pairs
         return len(self._streams[split]) - 1
 
-    @property
-    def counts_bytes(self):
+    def counts_bytes(self, split="eval"):
         """Whether the bytes of text that held-out tokens stand for are known.
 
-        Not if the tokenizer loses text. Token shards have no text to compare, so they need a
-        tokenizer whose ids each stand for fixed bytes.
+        Not if the tokenizer loses text. Token shards without text to compare need a tokenizer whose
+        ids each stand for fixed bytes.
         """
-        loss = self._splits["eval"].loss
+        loss = self._splits[split].loss
         return loss == "" or (loss is None and self.tokenizer.token_bytes() is not None)
 
-    def scored_bytes(self, batch_size, max_batches=0):
+    def scored_bytes(self, batch_size, max_batches=0, split="eval"):
         """Bytes of text that the targets of `eval_batches` stand for; None unless `counts_bytes`.
 
         nats of the targets / (ln 2 * bytes) = bits per byte. Ends of documents are targets and
         stand for no bytes.
         """
-        key = batch_size, max_batches
+        key = batch_size, max_batches, split
         # Every evaluation calls this, and devices would wait until a long split is counted.
-        if key not in self._scored_bytes and self.counts_bytes:
-            batches, lengths = self.eval_batches(*key), self.tokenizer.byte_lengths()
+        if key not in self._scored_bytes and self.counts_bytes(split):
+            batches = self.eval_batches(batch_size, max_batches, split=split)
+            lengths, count = self.tokenizer.byte_lengths(), len(self._streams[split])
             if lengths is not None:
                 counts = (lengths[b["targets"]][b["weights"] > 0].sum() for b in batches)
             else:
+                added = self._added_bytes(split)
                 every = batches.target_positions()
-                positions = (x[(0 <= x) & (x < self.eval_tokens)] for x in every)
-                counts = (self._added_bytes[x].sum() for x in positions)
+                counts = (added[x[(0 <= x) & (x < count)]].sum() for x in every)
             self._scored_bytes[key] = int(sum(counts))
         return self._scored_bytes.get(key)
 
-    @functools.cached_property
-    def _added_bytes(self):
-        """int32[eval_tokens]: bytes of text that each token adds to its document."""
-        added = np.zeros(self.eval_tokens, np.int32)
-        for start, stop in self.documents("eval"):
-            added[start:stop] = self.tokenizer.added_bytes(self.tokens("eval", start, stop))
+    def _added_bytes(self, split):
+        """int32[tokens of a held-out split]: bytes of text that each token adds to its document."""
+        added = np.zeros(len(self._streams[split]), np.int32)
+        for start, stop in self._splits[split].spans:
+            added[start:stop] = self.tokenizer.added_bytes(self.tokens(split, start, stop))
         return added
-
-    def epochs(self, steps):
-        """How often `steps` steps read the training text; None while it `grows`."""
-        if self.grows:
-            return None
-        c = self._config
-        rows = len(self._packing("train")) if c.packing else self.train_tokens / c.seq_len
-        return steps * c.batch_size / rows
 
     # ---- batches ---------------------------------------------------------------------------------
 
+    def rows_read(self, steps):
+        """{part: rows of it in the first `steps` steps}; without a mixture the part is "train"."""
+        rows = steps * self._config.batch_size
+        counts = [rows] if self._mixture is None else self._mixture.rows(rows).tolist()
+        return dict(zip(self._parts, counts, strict=True))
+
+    def epochs(self, steps):
+        """{part: how often `steps` steps read its text}."""
+        c = self._config
+        return {
+            part: rows
+            / (len(self._packing(part)) if c.packing else len(self._streams[part]) / c.seq_len)
+            for part, rows in self.rows_read(steps).items()
+        }
+
     def train_iterator(self, start_step=0, rows=None):
-        """Endless batches from step `start_step` on (0: the first): all rows of each, or `rows`."""
-        # Imports grain and with it jax, which reading text in a notebook does not need.
-        from efx.data import windows
+        """Endless batches from step `start_step` on (0: the first): all rows of each, or `rows`.
 
-        c, seed, stream = self._config, self._seed, self._streams["train"]
-        rows = np.arange(c.batch_size) if rows is None else np.asarray(rows)
+        Returns:
+          An iterator of grain. Its get_state() is the same on every host, and its set_state(state)
+          continues a run, also from another number of hosts.
+        """
+        # Imports jax, which reading text in a notebook does not need.
+        import grain
+
+        rows = np.arange(self._config.batch_size) if rows is None else np.asarray(rows)
+        # Threads would only wait for each other: the tokens are memory-mapped.
+        options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+        batches = grain.MapDataset.source(_TrainBatches(self, rows)).to_iter_dataset(options)
+        iterator = iter(batches)
+        iterator.set_state(state_at(start_step))
+        return iterator
+
+    def _reader(self, part, number):
+        """Function from the numbers of rows in the order of a part to a batch of them."""
+        c, seed, stream = self._config, (self._seed, number), self._streams[part]
         if c.packing:
-            packing = self._packing("train")
-            order = windows.shuffled_order(len(packing), seed)
-        elif c.shuffle == "windows":
-            starts = windows.ShuffledStarts(len(stream), c.seq_len, seed)
-        elif c.shuffle == "buffer":
-            name = self._splits["train"].name
-            starts = windows.BufferedStarts(stream, c.seq_len, seed, c.buffer_tokens, name)
-        else:
-            starts = windows.random_starts(len(stream), c.seq_len, seed, c.batch_size)
+            packing = self._packing(part)
+            order = mixture.shuffled_rows(len(packing), seed)
+            return lambda indices: packing.rows(order(indices))
+        kind = {"windows": mixture.shuffled_starts, "random": mixture.random_starts}[c.shuffle]
+        starts = kind(len(stream), c.seq_len, seed)
+        return lambda indices: _batch(stream.windows(starts(indices), c.seq_len + 1))
 
-        def batch_of_step(step):
-            indices = (step * c.batch_size + rows).tolist()
-            if c.packing:
-                return packing.rows(order(indices))
-            return _batch(stream.windows(starts(indices), c.seq_len + 1))
-
-        return TrainIterator(batch_of_step, start_step)
-
-    def eval_batches(self, batch_size, max_batches=0, rows=None):
-        """Batches over the whole held-out split, in order; can be iterated over repeatedly.
+    def eval_batches(self, batch_size, max_batches=0, rows=None, split="eval"):
+        """Batches over a whole held-out split, in order; can be iterated over repeatedly.
 
         Rows are windows of seq_len that do not overlap (with packing: packed rows), so every target
         has weight 1 exactly once. The last batch is filled up with rows of weight 0: its own rows
@@ -281,7 +257,7 @@ class Data:
             split.
           rows: limits each batch to these rows.
         """
-        return EvalBatches(self, batch_size, max_batches, rows)
+        return EvalBatches(self, batch_size, max_batches, rows, split)
 
     def repeated_batches(self, count, batch_size, rows=None):
         """Batches for the copying probe: the second half of each row repeats the first.
@@ -307,7 +283,7 @@ class Data:
             tokens = np.zeros((len(rows), length + 1), np.int32)
             for b, row in enumerate((start + rows).tolist()):
                 # Seeded by the number of the row, so that it does not depend on the host.
-                places = np.random.default_rng(row).integers(len(stream), size=half)
+                places = mixture.mixed(row, np.arange(half)) % np.uint64(len(stream))
                 tokens[b] = np.resize(stream.windows(places, 1)[:, 0], length + 1)
             batch = _batch(tokens)
             if self._config.packing:
@@ -323,9 +299,9 @@ class Data:
 class EvalBatches:
     """See `Data.eval_batches`."""
 
-    def __init__(self, data, batch_size, max_batches, rows):
-        self._stream, self._seq_len = data._streams["eval"], data._config.seq_len
-        self._packing = data._packing("eval") if data._config.packing else None
+    def __init__(self, data, batch_size, max_batches, rows, split):
+        self._stream, self._seq_len = data._streams[split], data._config.seq_len
+        self._packing = data._packing(split) if data._config.packing else None
         self._total = -(-(len(self._stream) - 1) // self._seq_len)  # rows of the split
         if self._packing:
             self._total = len(self._packing)
@@ -372,27 +348,29 @@ class EvalBatches:
         return _batch(tokens, weights_BT)
 
 
-class TrainIterator:
-    """Endless training batches. The only state is the number of the next step."""
+class _TrainBatches:
+    """The batch of each step, for grain."""
 
-    def __init__(self, batch_of_step, start_step):
-        self._batch_of_step, self._step = batch_of_step, start_step
+    def __init__(self, data, rows):
+        self._rows, self._batch_size = rows, data._config.batch_size
+        self._mixture = data._mixture
+        self._readers = [data._reader(part, i) for i, part in enumerate(data._parts)]
 
-    def __iter__(self):
-        return self
+    def __len__(self):
+        return sys.maxsize // self._batch_size
 
-    def __next__(self):
-        batch = self._batch_of_step(self._step)
-        self._step += 1
+    def __getitem__(self, step):
+        indices = step * self._batch_size + self._rows
+        if self._mixture is None:
+            return self._readers[0](indices)
+        parts, numbers = self._mixture(indices)
+        batch = {}
+        for part in np.unique(parts):
+            at = parts == part
+            for key, value in self._readers[part](numbers[at]).items():
+                shape = (len(indices), *value.shape[1:])
+                batch.setdefault(key, np.empty(shape, value.dtype))[at] = value
         return batch
-
-    def get_state(self):
-        """{"step": number of the step that the next batch is for}; the same on every host."""
-        return {"step": self._step}
-
-    def set_state(self, state):
-        """Continue from `state`, which may come from a run on another number of hosts."""
-        self._step = int(state["step"])
 
 
 def _batch(tokens, weights_BT=None):
@@ -401,3 +379,17 @@ def _batch(tokens, weights_BT=None):
     if weights_BT is None:
         weights_BT = np.ones(inputs_BT.shape, np.float32)
     return {"inputs": inputs_BT, "targets": targets_BT, "weights": weights_BT}
+
+
+def check_length(seq_len, split, name, tokens):
+    """UsageError unless a split has the tokens of one row and the target of its last one.
+
+    Args:
+      split: "train" or "eval".
+    """
+    if tokens < seq_len + 1:
+        raise UsageError(
+            f"config.data.seq_len={seq_len}: the {SPLIT_NAMES[split]} of {name} has {tokens} "
+            f"tokens, and one row needs {seq_len + 1} (seq_len + 1); lower config.data.seq_len, or "
+            "use a longer text"
+        )

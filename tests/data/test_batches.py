@@ -24,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from efx.data import tokenizers, write_token_shards
+from efx.data.batches import state_at
 
 
 @pytest.fixture
@@ -101,11 +102,11 @@ def test_a_row_depends_neither_on_the_hosts_nor_on_when_the_run_resumed(order, f
         ):
             same(batch, {k: v[rows] for k, v in expected.items()})
     iterator = open_data(config).train_iterator()
-    assert iterator.get_state() == {"step": 0}
-    for step in (1, 13):
-        take(iterator, step - iterator.get_state()["step"])
+    assert iterator.get_state() == state_at(0)
+    for before, step in ((0, 1), (1, 13)):
+        take(iterator, step - before)
         state = json.loads(json.dumps(iterator.get_state()))
-        assert state == {"step": step}
+        assert state == state_at(step)
         resumed = open_data(config).train_iterator()
         resumed.set_state(state)
         for batch, expected in zip(take(resumed, 5), whole[step : step + 5], strict=True):
@@ -113,14 +114,14 @@ def test_a_row_depends_neither_on_the_hosts_nor_on_when_the_run_resumed(order, f
         other = open_data(config).train_iterator(step, rows=[2, 3])
         assert other.get_state() == state
         same(next(other), {k: v[2:] for k, v in whole[step].items()})
-    iterator.set_state({"step": 0})
+    iterator.set_state(state_at(0))
     same(next(iterator), whole[0])
 
 
 GOLDEN_STARTS = {
-    "windows": [176, 224, 88, 160, 152, 16, 64, 320, 104, 259, 371, 235, 363, 291, 275, 219],
-    "random": [35, 280, 66, 281, 366, 259, 78, 20, 355, 230, 310, 151, 260, 312, 267, 323],
-    "packing": [272, 220, 336, 24, 61, 300, 53, 45, 0, 388, 380, 360, 264, 32, 228, 316],
+    "windows": [193, 369, 33, 169, 201, 1, 73, 305, 137, 47, 15, 151, 295, 367, 159, 127],
+    "random": [241, 103, 75, 218, 370, 302, 118, 68, 78, 321, 198, 256, 258, 197, 256, 187],
+    "packing": [98, 0, 280, 45, 292, 148, 352, 156, 8, 192, 61, 90, 288, 236, 380, 396],
 }
 
 
@@ -204,8 +205,6 @@ def test_one_line_for_each_limit_of_the_text(tmp_path):
         ("text:{}/a.txt", {}, []),
         ("text:{}/a.txt", {"max_bytes": len(text)}, []),
         ("text:{}/a.txt", {"max_bytes": 90_000}, [["max_bytes=90000", "90,000"]]),
-        ("tokens:{}/t", {"max_bytes": 2 * len(text) + 2}, []),
-        ("tokens:{}/t", {"max_bytes": 90_000}, [["max_bytes=90000", "90,000"]]),
         ("mix:stdlib,text:{}/a.txt", {"max_bytes": 90_000}, [["max_bytes=90000", "90,000"]]),
         ("mix:text:{0}/a.txt,text:{0}/b.txt", {"max_bytes": 165_000}, []),
         ("text:{}/a.txt", {"eval_fraction": 0.01}, [["1,209", "eval_fraction"]]),
@@ -226,8 +225,8 @@ def test_an_epoch_reads_the_text_once(order, folder, tmp_path):
     data = open_data(config)
     tokens = sum(batch["weights"].sum() for batch in take(data.train_iterator(), 100))
     scored = data.scored_tokens("train") if config.packing else data.train_tokens
-    assert data.epochs(100) == pytest.approx(tokens / scored, rel=0.05)
-    assert data.epochs(50) == data.epochs(100) / 2
+    assert data.epochs(100) == {"train": pytest.approx(tokens / scored, rel=0.05)}
+    assert data.epochs(50)["train"] == data.epochs(100)["train"] / 2
 
 
 def test_a_row_has_to_fit_into_each_split(letters, tmp_path):
@@ -309,7 +308,7 @@ def test_rows_are_well_filled_and_their_order_depends_on_the_seed(tmp_path):
     rng = np.random.default_rng(0)
     documents = [np.full(length, 7) for length in rng.integers(2, 300, 2000)]
     tokenizer = tokenizers.ByteTokenizer()
-    write_token_shards(tmp_path / "t", tokenizer, documents, documents[::-1])
+    write_token_shards(tmp_path / "t", tokenizer, documents, [d + 1 for d in documents])
     changes = dict(packing=True, seq_len=128, batch_size=40)
     config = make_config(f"tokens:{tmp_path}/t", tmp_path, **changes)
     data, other = open_data(config, seed=0), open_data(config, seed=1)

@@ -1,0 +1,424 @@
+"""The texts of a `config.data` block: opened, prepared, split into training and held-out text."""
+
+import itertools
+import logging
+
+import numpy as np
+
+from efx.config.run import DataConfig
+from efx.config.schema import make
+from efx.data import held_out, sources, tokenise, tokenizers
+from efx.data.batches import SPLIT_NAMES, Data, check_length
+from efx.data.disk_cache import cache_root, content_key, remember
+from efx.data.shards import CUT, TokenShards, joined
+from efx.errors import UsageError
+
+log = logging.getLogger(__name__)
+
+SPLITS = ("train", "eval")
+
+
+def load(
+    config_data,
+    *,
+    seed,
+    tokenizer_path=None,
+    splits=SPLITS,
+    text_record=None,
+    is_recorded_text=True,
+):
+    """Open the data that `config_data` describes; prepare it if it is not in the cache.
+
+    Args:
+      config_data: the `data` block of a config.
+      seed: with the step, determines every batch; `config.seed` as a rule.
+      tokenizer_path: tokenizer.json of a run, used in place of `config_data.tokenizer`.
+      splits: which of "train" and "eval" to load. With a `tokenizer_path`, a text that they do not
+        need is not opened.
+      text_record: `Data.text_record` of a run; None for a new run. Text that it held out is held
+        out again; a text that has changed is refused, but see config.data.on_change.
+      is_recorded_text: whether `config_data` names the text of that run. If not, its text is split
+        anew, unless its content is the run's.
+
+    Returns:
+      Data.
+
+    Raises:
+      UsageError: one line that names the key, value or file at fault.
+    """
+    c = make(DataConfig, config_data)
+    texts = Texts(c, splits if tokenizer_path else SPLITS, text_record, is_recorded_text)
+    tokenizer = texts.tokenizer(tokenizer_path)
+    token_splits = {
+        split: tokens
+        for split, tokens in texts.token_splits(tokenizer).items()
+        if split.partition("/")[0] in splits
+    }
+    for split, tokens in token_splits.items():
+        kind = split.partition("/")[0]
+        if kind == "eval" and tokens.loss and not c.lossy_tokenizer:
+            raise UsageError(
+                f"{tokens.name}: config.data.tokenizer={c.tokenizer!r} loses text: {tokens.loss}; "
+                "use another tokenizer, or set config.data.lossy_tokenizer=True (then no bits per "
+                "byte are logged)"
+            )
+        if not len(tokens.stream):
+            raise UsageError(
+                f"{tokens.name}: the {SPLIT_NAMES[kind]} has no tokens; use more text, or another "
+                "config.data.eval_source"
+            )
+        # A text that is held out as a whole may be shorter than a row.
+        is_whole = kind == "eval" and (c.eval_source or split != "eval")
+        check_length(1 if is_whole else c.seq_len, kind, tokens.name, len(tokens.stream))
+    subset = texts.subset and texts.subset.key
+    key = content_key(texts.record, subset, tokenizer.fingerprint)
+    data = Data(c, seed, tokenizer, token_splits, key)
+    data.text_record, data.subset = texts.record, subset
+    data.is_cut = "train" in splits and any(part.shards.is_cut for part in texts.parts.values())
+    return data
+
+
+class Text:
+    """A text of a config.
+
+    Attributes:
+      name: the setting and its value, for messages.
+      identity: hash of the text.
+      source: `sources.Source`; None for tokens. shards: `TokenShards`, once it is prepared.
+    """
+
+    def __init__(self, c, root, setting, spec, max_bytes=0):
+        self.name, self.source, self.shards = f"{setting}={spec!r}", None, None
+        self._source_rows = None
+        kind, argument = sources.parse(spec, setting)
+        if kind == "tokens":
+            self.shards = TokenShards(self.name, argument, root)
+            self.shards.count_in_ids()
+            if max_bytes:
+                log.warning(
+                    "%s: config.data.max_bytes=%d does not limit tokens; set it to 0",
+                    self.name, max_bytes,
+                )  # fmt: skip
+        else:
+            self.source = sources.open_source(spec, setting, c, root, max_bytes)
+        self.identity = (self.source or self.shards).identity
+
+    def rows(self):
+        """ROW[n]; without tokens before the text is prepared."""
+        if self.shards:
+            return self.shards.rows
+        if self._source_rows is None:
+            self._source_rows = tokenise.rows_of(self.source)
+        return self._source_rows
+
+    def is_evaluation(self):
+        """bool[n]: whether a row is in a shard for evaluation."""
+        return self.shards.is_evaluation() if self.shards else np.zeros(len(self.rows()), bool)
+
+    def content(self, row):
+        """The bytes of a row before the text is prepared; of tokens its ids."""
+        if self.shards:
+            return self.shards.ids(row)
+        return next(itertools.islice(self.source.documents(), row, None)).data
+
+    def cut_at(self, offsets):
+        """Let documents end at some bytes of the text, too; of tokens at some ids."""
+        if offsets and self.shards:
+            self.shards.cut_at(offsets)
+        elif offsets:
+            self.source, self._source_rows = self.source.cut_at(offsets), None
+
+    def prepare(self, tokenizer, root, shard=(1, 1)):
+        """Tokenise the text, unless it is done; False if other machines have parts left.
+
+        Args:
+          shard: see `tokenise.prepare`.
+        """
+        if self.shards is None:
+            folder = tokenise.prepare(self.source, tokenizer, root, shard)
+            if folder is None:
+                return False
+            self.shards = TokenShards(self.name, folder, root)
+        self.shards.tokenizer = tokenizer
+        return True
+
+
+class Texts:
+    """The texts of a `config.data` block and their held-out part.
+
+    Args:
+      c: DataConfig.
+      splits: which of "train" and "eval" are needed; a text that neither needs is not opened.
+      text_record, is_recorded_text: see `load`.
+
+    Attributes:
+      parts: {name: Text} to train on, and to split unless config.data.eval_source is set. Without
+        a mixture the only name is "".
+      sets: {name: Text} held out as a whole; the name of config.data.eval_source is "".
+      record: JSON-able; {"train": {part: {"content": hash of the text, "held_out": which part of it
+        is held out, see `held_out`, or None, "split_made_for": the content for which that was
+        decided}}, "eval": {set: content}}.
+      subset: the Subset that the training split is limited to, or None.
+
+    Raises:
+      UsageError: a text cannot be opened, or has changed.
+    """
+
+    def __init__(self, c, splits=SPLITS, text_record=None, is_recorded_text=True):
+        self._c, self._root, self._recorded = c, cache_root(c.cache_dir), text_record
+        self._is_recorded_text = is_recorded_text
+        self.parts, self.sets = {}, {}
+        if splits:
+            self.sets = {
+                name: Text(c, self._root, setting, spec)
+                for name, (setting, spec) in c.held_out_texts().items()
+            }
+        if "train" in splits or ("eval" in splits and not c.eval_source):
+            self.parts = {
+                name: Text(c, self._root, setting, spec, c.max_bytes)
+                for name, (setting, spec) in c.training_texts().items()
+            }
+        self.record = {
+            "train": {name: {"content": part.identity} for name, part in self.parts.items()},
+            "eval": {name: text.identity for name, text in self.sets.items()},
+        }
+        if text_record and is_recorded_text:
+            self._refuse_changes()
+        self._refuse_incomparable()
+        self._copies = self._find_copies()
+        for name in self.parts:
+            self._open_split(name)
+        self.subset = held_out.Subset.load(c.subset) if self.parts and c.subset else None
+
+    def all(self):
+        """List of the texts that were opened."""
+        return [*self.parts.values(), *self.sets.values()]
+
+    def _refuse_changes(self):
+        """UsageError if a text is not the one that the run recorded."""
+        for kind, texts in (("train", self.parts), ("eval", self.sets)):
+            for name, text in texts.items():
+                recorded = self._recorded[kind].get(name)
+                if recorded is None:
+                    continue  # another set, for --mode=evaluate
+                remedy = "restore the old text, or use another --workdir"
+                known = [recorded]
+                if kind == "train":
+                    known = [recorded["content"], recorded["split_made_for"]]
+                    if self._c.on_change == "keep_split":
+                        continue
+                    remedy += (
+                        ", or resume with --config.data.on_change=keep_split to keep the held-out "
+                        "text and train on everything else"
+                    )
+                if text.identity not in known:
+                    raise UsageError(
+                        f"{text.name} has changed since the run started (content "
+                        f"{known[0][:8]} then, {text.identity[:8]} now): {remedy}"
+                    )
+
+    def _refuse_incomparable(self):
+        """UsageError if held-out text could be trained on unnoticed: text is not found in ids."""
+        held_out_texts = list(self.sets.values())
+        if not self._c.eval_source:
+            held_out_texts += self.parts.values()
+        for part, text in itertools.product(self.parts.values(), held_out_texts):
+            has_text = [each.source is not None or each.shards.has_text for each in (part, text)]
+            if has_text[0] != has_text[1]:
+                raise UsageError(
+                    f"{text.name} cannot be compared with {part.name}, since only one of them is "
+                    "tokens, so held-out text could be trained on; use text or token shards for "
+                    "both, or score it after training with --mode=evaluate"
+                )
+
+    def _open_split(self, name):
+        """Set the entries "held_out" and "split_made_for" of a part, as far as they are known
+        before it is prepared; cut its documents where held-out text begins and ends."""
+        c, part, record = self._c, self.parts[name], self.record["train"][name]
+        recorded = self._recorded and self._recorded["train"].get(name)
+        cuts = set(itertools.chain.from_iterable(self._copies[name]))
+        record |= {"held_out": None, "split_made_for": None}
+        if not c.eval_source:
+            record["split_made_for"] = part.identity
+            if recorded and recorded["held_out"]:
+                known = (recorded["content"], recorded["split_made_for"])
+                if self._is_recorded_text or part.identity in known:
+                    record |= {key: recorded[key] for key in ("held_out", "split_made_for")}
+            elif recorded and part.identity == recorded["content"]:
+                raise UsageError(
+                    "config.data.eval_source='': the run trained on all of its text; use its "
+                    "eval_source"
+                )
+            has_shards = part.shards and part.is_evaluation().any()
+            if not record["held_out"] and has_shards:
+                record["held_out"] = held_out.choose_shards(part.rows(), part.is_evaluation())
+            elif not record["held_out"] and c.split == "tail":
+                arguments = part.name, part.rows, part.content, c.eval_fraction
+                record["held_out"] = remember(
+                    self._root,
+                    content_key("tail", held_out.VERSION, part.identity, c.eval_fraction),
+                    lambda: held_out.choose_tail(*arguments),
+                )
+        part.cut_at(cuts | set((record["held_out"] or {}).get("tail", ())))
+
+    def _held_out_rows(self, name):
+        """bool[n]: the rows of a part that are held out."""
+        c, part, record = self._c, self.parts[name], self.record["train"][name]
+        if not record["held_out"] and not c.eval_source:
+            record["held_out"] = held_out.choose_documents(part.name, part.rows(), c.eval_fraction)
+        arguments = part.rows(), record["held_out"], part.is_evaluation()
+        return held_out.held_out_rows(part.name, *arguments)
+
+    def _sides(self):
+        """{part: (rows to train on, held-out rows)}, two bool[n]."""
+        heldout = {name: self._held_out_rows(name) for name in self.parts}
+        sets = [held_out.Documents(text.rows()).digests for text in self.sets.values()]
+        of_parts, sides = {}, {}
+        for name, part in self.parts.items():
+            decision = self.record["train"][name]["held_out"]
+            digests = held_out.held_out_digests(part.rows(), decision, heldout[name])
+            of_parts[name] = digests
+        for name, part in self.parts.items():
+            rows = part.rows()
+            decision = self.record["train"][name]["held_out"]
+            others = [digests for other, digests in of_parts.items() if other != name]
+            withheld = np.concatenate([*sets, *others, self._cut_held_out_documents(part)])
+            is_copy = held_out.copies(rows, withheld, decision)
+            is_copy |= held_out.copies(rows, of_parts[name])
+            is_copy &= ~heldout[name]
+            for start, stop in self._copies[name]:
+                is_copy |= held_out.is_between(rows, start, stop)
+            if is_copy.any():
+                log.info(
+                    "%s: %d documents, or pieces of them, are held out and not trained on%s",
+                    part.name, is_copy.sum(), "".join(f"; {t.name}" for t in self.sets.values()),
+                )  # fmt: skip
+            is_trained = ~(heldout[name] | is_copy)
+            if self.subset:
+                is_trained = self.subset.select(rows, is_trained)
+            sides[name] = is_trained, heldout[name]
+        return sides
+
+    def _find_copies(self):
+        """{part: list of (first and last-plus-one byte)}: where sets of a single document occur in
+        documents of a part."""
+        single = [held_out.single_document(t.source) for t in self.sets.values() if t.source]
+        texts, copies = list(filter(None, single)), {}
+        digests = [sources.document_digest(text).hex() for text in texts]
+        for name, part in self.parts.items():
+            copies[name] = ()
+            if texts and part.source:
+                documents = part.source.documents
+                copies[name] = remember(
+                    self._root,
+                    content_key("copies", part.identity, digests),
+                    lambda documents=documents: held_out.find_copies(documents(), texts),
+                )
+        return copies
+
+    def _cut_held_out_documents(self, part):
+        """V16 array: digests of documents that begin as one of a set and that max_bytes cut."""
+        documents, digests = held_out.Documents(part.rows()), np.empty(0, "V16")
+        for row in np.flatnonzero(part.rows()["flags"] & CUT) if part.shards else ():
+            # The last tokens may differ, as another word follows them.
+            ids = part.shards.ids(row)
+            ids = ids[: max(1, len(ids) - 8)]
+            for text in self.sets.values():
+                for other in np.flatnonzero(text.rows()["tokens"] > len(ids)).tolist():
+                    if np.array_equal(text.shards.ids(other, len(ids)), ids):
+                        digests = np.append(digests, documents.digests[documents.row[row]])
+        return digests
+
+    # ---- tokens ----------------------------------------------------------------------------------
+
+    def tokenizer(self, path=None):
+        """The tokenizer in the file `path`, or else the one that the config names."""
+        texts, spec = self.all(), self._c.tokenizer
+        if tokens := [text for text in texts if text.source is None]:
+            first, *others = (_tokenizer_of_shards(text.shards, spec, path) for text in tokens)
+            for text, other in zip(tokens[1:], others, strict=True):
+                if other.fingerprint != first.fingerprint:
+                    raise UsageError(
+                        f"{text.name} has another tokenizer than {tokens[0].name}; make both with "
+                        "the same one"
+                    )
+            return first
+        if path is not None:
+            return tokenizers.load_tokenizer(path)
+
+        def training_text():
+            for name, (is_trained, _) in self._sides().items():
+                part = self.parts[name]
+                yield from tokenise.sample(part.source, part.rows(), is_trained)
+
+        key = self.record, self._c.split, self._c.eval_fraction, self.subset and self.subset.key
+        text_sources = [text.source for text in texts]
+        return tokenise.make_tokenizer(spec, text_sources, training_text, key, self._root)
+
+    def prepare(self, tokenizer, shard=(1, 1)):
+        """Tokenise all texts; return those of which other machines have parts left."""
+        return [text for text in self.all() if not text.prepare(tokenizer, self._root, shard)]
+
+    def token_splits(self, tokenizer):
+        """{split: TokenSplit}, see `batches.Data`."""
+        self.prepare(tokenizer)
+        splits, heldout = {}, {}
+        for name, (is_trained, is_held_out) in self._sides().items():
+            shards = self.parts[name].shards
+            suffix = f"/{name}" if name else ""
+            splits[f"train{suffix}"] = shards.select(is_trained)
+            if not self._c.eval_source:
+                heldout[f"eval{suffix}"] = shards.select(is_held_out)
+        if len(heldout) > 1:
+            splits |= heldout
+        if heldout:
+            splits["eval"] = joined(list(heldout.values()), tokenizer.eot)
+        for name, text in self.sets.items():
+            everything = text.shards.select(np.ones(len(text.rows()), bool))
+            splits[f"eval/{name}" if name else "eval"] = everything
+        return splits
+
+    def documents(self):
+        """{split: list of the bytes of its documents}."""
+        tokenizer = tokenizers.ByteTokenizer()
+        return {
+            split: [
+                tokenizer.decode_bytes(tokens.stream.windows([start], stop - start)[0])
+                for start, stop in tokens.documents(tokenizer.eot)
+            ]
+            for split, tokens in self.token_splits(tokenizer).items()
+        }
+
+
+def _tokenizer_of_shards(shards, spec, path):
+    """The tokenizer of token shards: it has to be the one that made them.
+
+    Args:
+      path: tokenizer.json of a run, or None.
+    """
+    stored, stored_path = shards.tokenizer, shards.folder / "tokenizer.json"
+    if path is not None:
+        name, tokenizer = str(path), tokenizers.load_tokenizer(path)
+    else:
+        name, tokenizer = f"config.data.tokenizer={spec!r}", tokenizers.pretrained_tokenizer(spec)
+        if tokenizer is None and stored and stored.kind == tokenizers.parse(spec)[0]:
+            tokenizer = stored
+            log.info("instead of %s, using %s (%d ids)", name, stored_path, stored.vocab_size)
+    if tokenizer is None:
+        raise UsageError(
+            f"{name} cannot be trained on {shards.name}, a source of tokens without text; "
+            "use the path of the tokenizer.json of these tokens"
+        )
+    if stored and stored.fingerprint != tokenizer.fingerprint:
+        raise UsageError(
+            f"{name} is not the tokenizer of {shards.name}; use config.data.tokenizer={stored_path}"
+        )
+    shards.check_ids(tokenizer, name)
+    return tokenizer
+
+
+def content_of(record, key):
+    """The hash of a text in a `Data.text_record`, or None; key: "source" or "eval_source"."""
+    if key == "source":
+        return record["train"].get("", {}).get("content")
+    return record["eval"].get("")
