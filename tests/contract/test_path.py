@@ -104,4 +104,4 @@ def test_a_training_step_passes_ten_files(tmp_path, monkeypatch):
     train_and_evaluate(config, tmp_path / "run")
     files = {"main.py", "train/step.py", *passed}
     print(*sorted(files))
-    assert "data/pipeline.py" in files and len(files) <= 10
+    assert "data/batches.py" in files and len(files) <= 10

@@ -138,7 +138,7 @@ def test_tokens_are_drawn_for_every_block_row_and_batch():
 class Held:
     """Batches of a held-out split, all the same text."""
 
-    batches = 3
+    batches, eval_sets = 3, ()
 
     def eval_batches(self, batch_size, max_batches, rows):
         tokens = np.asarray(families.tokens(batch=2))[rows]

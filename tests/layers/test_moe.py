@@ -378,6 +378,8 @@ def test_a_sampler_counts_the_overflow_of_experts():
 class Held:
     """Two batches of a held-out split."""
 
+    eval_sets = ()
+
     def eval_batches(self, batch_size, max_batches, rows):
         for seed in (0, 1):
             tokens = np.asarray(families.tokens(seed))

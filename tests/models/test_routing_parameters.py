@@ -111,7 +111,7 @@ def test_a_setting_is_imported_converted_and_exported(name, value, tmp_path, loa
     def export():
         hf_export.write_model(tmp_path / "new", routed, trained)
 
-    is_extra = routing.target != "block" or routing.kv_for_skipped or routing.skip_mlp
+    is_extra = routing.target != "block" or routing.skip_mlp
     if routing.kind == "recursion" or routing.score != "router" or is_extra:
         key = "kind" if routing.kind == "recursion" else name
         refused(export, f"config.model.depth_routing.{key}=")
