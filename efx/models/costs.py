@@ -86,6 +86,8 @@ def attentions(spec):
     """[(the block of an attention, whether its keys are those of all tokens and not only of routed
     ones)] of a `LayerSpec`."""
     found, sees_all = [], spec.routing is not None and spec.routing.kv_for_skipped
+    if spec.routing is not None and spec.routing.target == "mlp_only":
+        return found
     for b in spec.blocks:
         if "self" in b.order:
             found.append((b, sees_all))
@@ -112,7 +114,7 @@ def _layer_flops(spec, length, mode, measured):
             pairs = flops.thinned_pairs(tokens, length, window)
         pairs_with_all = all_pairs * tokens / length
     attends_all = r is not None and r.target == "mlp"
-    for b, sees_all in () if r is not None and r.target == "mlp_only" else attentions(spec):
+    for b, sees_all in attentions(spec):
         if attends_all:
             queries, keys, counted, masked = length, length, all_pairs, all_pairs
         else:

@@ -29,6 +29,7 @@ import sys
 
 import pandas as pd
 
+from efx import io
 from efx.config.load import run_file
 from efx.errors import UsageError, nearest
 from efx.logging import quantity, tables
@@ -173,6 +174,13 @@ def price_of_depth(per_run, half, full):
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("name").join(means)
 
 
+def save_price(workdir, price, half, full):
+    """Write `price_of_depth` to WORKDIR/price.csv, and its picture to price.png."""
+    folder = io.folder(workdir)
+    io.write_atomic(folder / "price.csv", price.to_csv())
+    draw_price(price, half, full, folder / "price.png")
+
+
 def draw_price(price, half, full, path):
     """A picture of the gain of each model over half depth, and of the gain that its cost buys."""
     from matplotlib.figure import Figure
@@ -242,9 +250,7 @@ def study(arguments):
     text += f"Command: `{arguments.command}`\n"
     tables.save(workdir, "table", per_run, text)
     if "depth" in sweep:
-        price = price_of_depth(per_run, *sweep["depth"])
-        price.to_csv(workdir / "price.csv")
-        draw_price(price, *sweep["depth"], workdir / "price.png")
+        save_price(workdir, price_of_depth(per_run, *sweep["depth"]), *sweep["depth"])
 
 
 def main(argv=None):

@@ -130,7 +130,8 @@ def test_the_price_of_depth_is_shown_where_depth_pays(tmp_path):
     assert "| 0.25 (" in rows["routed"] and rows["routed"].endswith("| 0.50 |")
     price = sweep.price_of_depth(per_run, "half", "full")
     assert price.gain.routed == pytest.approx(0.1) and price.cost.routed == 0.5
-    sweep.draw_price(price, "half", "full", tmp_path / "price.png")
+    sweep.save_price(str(tmp_path), price, "half", "full")
+    assert pd.read_csv(tmp_path / "price.csv").name.tolist() == ["half", "routed", "full"]
     assert (tmp_path / "price.png").stat().st_size > 10_000
     _, text, rows = depth_table(losses | {"full": [3.01, 2.98, 3.0]})
     assert "depth does not pay" in text and rows["routed"].endswith("|  | 0.50 |")
