@@ -28,7 +28,6 @@ from benchmarks.common import command
 from efx import models
 from efx.configs import common
 from efx.errors import UsageError
-from efx.parallel.host_memory import keep_freed_memory
 from efx.routing.calibrate import calibrate
 from efx.sampling import STREAM, Sampler
 
@@ -161,7 +160,6 @@ def best_of_rounds(built, others, batch, arguments):
 @command
 def main(argv=None):
     arguments = parse(argv)
-    keep_freed_memory()
     built = {"dense": build("none", arguments), "mod": build("mod", arguments)}
     others = {}
     if not arguments.no_transformers and has_transformers():

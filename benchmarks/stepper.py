@@ -7,7 +7,6 @@ import numpy as np
 
 from efx.config.load import to_config
 from efx.parallel import sharding
-from efx.parallel.host_memory import keep_freed_memory
 from efx.train import inference, optim, setup
 
 
@@ -24,7 +23,6 @@ class Stepper:
     """
 
     def __init__(self, config, vocab_size):
-        keep_freed_memory()
         experiment = setup.experiment_without_data(to_config(config), vocab_size)
         self.config, self.model = experiment.config, experiment.model
         self._training = setup.Training(experiment)

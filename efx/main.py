@@ -22,6 +22,10 @@ from efx.parallel import signals
 
 _ENDS = signals.end_at_ctrl_c()
 
+from efx.parallel.host_memory import keep_freed_memory
+
+keep_freed_memory()  # before a library starts a thread, which would get an arena of its own
+
 import logging as standard_logging
 import os
 import sys
@@ -35,7 +39,6 @@ from efx.config.flags import parse
 from efx.config.load import to_config
 from efx.errors import RunStopped, UsageError
 from efx.parallel import multihost
-from efx.parallel.host_memory import keep_freed_memory
 
 if _ENDS:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -153,12 +156,11 @@ def _check_flags(values):
 
 
 def start_jax(values):
-    """Set up memory, CPU devices, distributed runtime and compilation cache for the flags."""
+    """Set up CPU devices, distributed runtime and compilation cache for the flags."""
     import jax
 
     from efx.parallel import compile_cache
 
-    keep_freed_memory()
     if values.mode == "compile":  # for devices that are absent, on the CPU
         jax.config.update("jax_platforms", "cpu")
         return
