@@ -497,7 +497,8 @@ def revision_of(launch):
 
 
 def git_revision(package=None):
-    """{"revision": sha, "dirty": bool} of efx's own checkout; None if efx is installed elsewhere.
+    """{"revision": sha, "code": hash of efx/, "dirty": bool} of efx's own checkout; None if efx is
+    installed elsewhere.
 
     Changed files in results/ do not count: they are measurements.
 
@@ -516,7 +517,8 @@ def git_revision(package=None):
         if pathlib.Path(top).resolve() != package.parent:
             return None
         changed = git("status", "--porcelain", "--", ":(top)", ":(top,exclude)results")
-        return {"revision": git("rev-parse", "HEAD"), "dirty": bool(changed)}
+        revision, code = git("rev-parse", "HEAD", "HEAD:efx").split()
+        return {"revision": revision, "code": code, "dirty": bool(changed)}
     except (OSError, subprocess.SubprocessError):
         return None
 

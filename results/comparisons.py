@@ -72,23 +72,6 @@ def differ_in_selection_alone(a, b):
     return same and all(close)
 
 
-def paired_difference(a, b):
-    """Return `difference` of values of the same seeds, in the same order: Student's, paired."""
-    deltas = np.asarray(a) - np.asarray(b)
-    error = deltas.std(ddof=1) / math.sqrt(len(deltas))
-    return statistics.intervals(deltas.mean(), error, len(deltas) - 1)
-
-
-def holm(p):
-    """Return Holm's adjusted p values of a set of comparisons, in the order of `p`."""
-    p = np.asarray(p, float)
-    order = np.argsort(p)
-    steps = p[order] * np.arange(len(p), 0, -1)
-    adjusted = np.empty_like(p)
-    adjusted[order] = np.maximum.accumulate(steps).clip(max=1)
-    return adjusted
-
-
 def compare(row):
     """Return the columns of one comparison."""
     a, b = (best(row.files, row.budget, row.measure, row[key]) for key in ("name", "against"))
@@ -97,7 +80,7 @@ def compare(row):
         names = f"{prefix}size", f"{prefix}mean", f"{prefix}std", f"{prefix}seeds"
         columns |= dict(zip(names, (model.size, *model.values), strict=True))
     if differ_in_selection_alone(a, b):
-        paired = paired_difference(a.runs[row.measure], b.runs[row.measure])
+        paired = statistics.paired_difference(a.runs[row.measure], b.runs[row.measure])
         return columns | {"test": "paired"} | paired
     return columns | {"test": "Welch"} | statistics.difference(a.values, b.values)
 
@@ -107,7 +90,7 @@ def comparisons():
     rows, _ = tables.read_csv(RESULTS / "comparisons.csv")
     table = pd.DataFrame([compare(row) for _, row in rows[INPUTS].iterrows()])
     pages = table.groupby("page").p
-    table["holm_p"] = pages.transform(holm)
+    table["holm_p"] = pages.transform(statistics.holm)
     table["comparisons"] = pages.transform("size")
     return table.round(4)
 

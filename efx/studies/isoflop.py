@@ -34,18 +34,12 @@ differences: the loss of `family` minus that of `against`, each at its best size
 (measured only); equivalence_p: of two one-sided tests of a difference within 0.02 nats.
 """
 
-import hashlib
-import json
-import re
 import sys
 
 import numpy as np
 import pandas as pd
 
-from efx import io, run_dir
-from efx.config import schema
-from efx.config.load import to_config
-from efx.config.run import default_config
+from efx import io
 from efx.errors import UsageError
 from efx.logging import quantity, tables
 from efx.studies import cli, scaling
@@ -61,11 +55,6 @@ POINT = ["family", "size", "budget", "rate", "seed", "parameters", "tokens", "fl
 PROVENANCE = ["text", "tokenizer", "settings", "machine", "revision"]
 METRICS = {"eval/loss": "loss", "eval/repeated/gain": "repeat_gain"}
 DRAWS = 300
-# Settings that do not decide the result: the text is compared by its hash.
-_IGNORED = re.compile(
-    r"seed|steps|rules|(log|checkpoint|sample|mesh|cluster|ensemble)\..*"
-    r"|data\.(source|eval_source|cache_dir|on_change)|evaluate\.every|model\.remat|train\.max_nonfinite"
-)
 
 
 # ---- the grid ----------------------------------------------------------------------------------
@@ -167,29 +156,13 @@ def final_runs(grid, workdir, extra, best_rates):
     ]
 
 
-def settings_digest(config):
-    """Return a hash of the settings that decide a result and are not at their default."""
-
-    def plain(config):
-        return run_dir.dotted(json.loads(json.dumps(schema.as_dict(config))))
-
-    settings = plain(config)
-    defaults = plain(to_config(default_config(settings["model.family"])))
-    deciding = {
-        key: value
-        for key, value in settings.items()
-        if value != defaults.get(key) and not _IGNORED.fullmatch(key)
-    }
-    return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:12]
-
-
 # ---- points ------------------------------------------------------------------------------------
 
 
 def points_of(runs):
     """Return the points of finished runs, all of one text and tokenizer."""
     table = runs_lib.results(runs).rename(columns=METRICS)
-    table["settings"] = [settings_digest(run.config()) for run in runs]
+    table["settings"] = [runs_lib.settings_digest(run.config()) for run in runs]
     runs_lib.check_comparable(table)
     return table.reindex(columns=[*POINT, *PROVENANCE])
 

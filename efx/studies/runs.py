@@ -1,6 +1,7 @@
 """The runs of a study: separate `python -m efx.main` processes, and their results as a table."""
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import pandas as pd
 from efx import run_dir
 from efx.config import flags, schema
 from efx.config.load import to_config, with_new_defaults
+from efx.config.run import default_config
 from efx.errors import UsageError
 from efx.logging import read_metrics
 from efx.parallel.signals import STOPPING
@@ -24,6 +26,11 @@ from efx.parallel.signals import STOPPING
 NOT_FINITE = 3  # exit status of a finished run whose loss is not finite
 # Arguments that a study sets for each run.
 _OWN = re.compile(r"(\w*:)?--?(config|config\.seed|workdir|mode)(=|$)")
+# Settings that do not decide the result: the text is compared by its hash.
+_IGNORED = re.compile(
+    r"seed|steps|rules|(log|checkpoint|sample|mesh|cluster|ensemble)\..*"
+    r"|data\.(source|eval_source|cache_dir|on_change)|evaluate\.every|model\.remat|train\.max_nonfinite"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,6 +253,22 @@ def results(runs):
             }
         )
     return pd.DataFrame(rows)
+
+
+def settings_digest(config):
+    """Return a hash of the settings that decide a result and are not at their default."""
+
+    def plain(config):
+        return run_dir.dotted(json.loads(json.dumps(schema.as_dict(config))))
+
+    settings = plain(config)
+    defaults = plain(to_config(default_config(settings["model.family"])))
+    deciding = {
+        key: value
+        for key, value in settings.items()
+        if value != defaults.get(key) and not _IGNORED.fullmatch(key)
+    }
+    return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def check_comparable(table):

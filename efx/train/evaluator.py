@@ -108,7 +108,7 @@ class Evaluator:
             for name in self._data.eval_sets:
                 metrics |= self._score_set(name, params, variables)
             if self._config.repeated_rows:
-                metrics |= self._repeated(params, variables)
+                metrics |= self._copying(params, variables)
         return metrics
 
     def _metrics(self, passes):
@@ -173,11 +173,13 @@ class Evaluator:
     def _batches(self, rows):
         return self._data.eval_batches(self._config.batch_size, self._config.max_batches, rows)
 
-    def _repeated(self, params, variables):
+    def _copying(self, params, variables):
         """Loss of both halves of rows that repeat themselves, and the gain of the second.
 
         The gain measures copying from the context: nothing else predicts a token of the second half
-        (Olsson et al. 2022, "In-context learning and induction heads", arXiv 2209.11895).
+        (Olsson et al. 2022, "In-context learning and induction heads", arXiv 2209.11895). The
+        held-out loss after tokens that are new in their row is the part that cannot copy so: no
+        earlier occurrence shows what follows.
         """
         c, nats = self._config, {}
         for half in ("first", "second"):
@@ -187,7 +189,10 @@ class Evaluator:
             halves = (batch[half] for batch in batches)
             nats[half] = self._run(self._steps["causal"], params, variables, halves)["loss"]
         nats["gain"] = nats["first"] - nats["second"]
-        return {f"eval/repeated/{name}": value for name, value in nats.items()}
+        metrics = {f"eval/repeated/{name}": value for name, value in nats.items()}
+        new = map(_after_new_tokens, self._batches(self._placement.rows))
+        new_loss = self._run(self._steps["causal"], params, variables, new)["loss"]
+        return metrics | {"eval/uncopied_loss": new_loss}
 
     def _run(self, step, params, variables, batches):
         """{name: mean} of "loss", "correct", "tokens" and every sown statistic over batches."""
@@ -204,6 +209,14 @@ class Evaluator:
         stats = {name: float(x) for name, x in self._by_layer(sums["stats"]).items()}
         means = {name: float(sums[name]) / tokens for name in ("loss", "correct")}
         return stats | means | {"tokens": tokens}
+
+
+def _after_new_tokens(batch):
+    """The batch with weight 0 for targets whose current token occurs earlier in the row."""
+    is_new_BT = np.zeros(batch["inputs"].shape, bool)
+    for row, tokens in enumerate(batch["inputs"]):
+        is_new_BT[row, np.unique(tokens, return_index=True)[1]] = True
+    return batch | {"weights": batch["weights"] * is_new_BT}
 
 
 def describe_scored_part(metrics):

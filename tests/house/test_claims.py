@@ -61,7 +61,7 @@ def test_differences_are_welchs_or_paired():
     summary = [(each.mean(), each.std(ddof=1), 4) for each in (a, b)]
     for found, expected in (
         (statistics.difference(*summary), welch),
-        (comparisons.paired_difference(a, b), paired),
+        (statistics.paired_difference(a, b), paired),
     ):
         low, high = expected.confidence_interval(0.95)
         values = found["difference"], found["low"], found["high"], found["p"]
@@ -73,7 +73,7 @@ def test_differences_are_welchs_or_paired():
 
 
 def test_holms_correction():
-    np.testing.assert_allclose(comparisons.holm([0.04, 0.01, 0.03, 0.9]), [0.09, 0.04, 0.09, 0.9])
+    np.testing.assert_allclose(statistics.holm([0.04, 0.01, 0.03, 0.9]), [0.09, 0.04, 0.09, 0.9])
 
 
 def test_only_models_that_differ_in_the_selection_are_paired():

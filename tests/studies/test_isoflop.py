@@ -15,6 +15,7 @@ import pandas as pd
 from efx import run_dir
 from efx.logging import tables
 from efx.studies import isoflop, scaling
+from efx.studies import runs as runs_lib
 
 LAW = scaling.Law(E=1.7, A=60.0, B=400.0, a=0.4, b=0.5)
 SIZES = np.geomspace(1e4, 3e5, 6)
@@ -179,7 +180,7 @@ def settings_of_points(name, runs):
         rows = points.sort_index().loc[[key]]
         rate = run.labels["rate"]
         (settings,) = rows.settings if rate is None else rows.settings[rows.rate == rate]
-        pairs.append((isoflop.settings_digest(run.config()), settings))
+        pairs.append((runs_lib.settings_digest(run.config()), settings))
     return pairs
 
 
@@ -212,7 +213,7 @@ def test_settings_that_do_not_decide_the_result_do_not_matter(here):
     loaded = isoflop.load_grid("configs/sweeps/isoflop.py")
     run = isoflop.final_runs(loaded, "w", (), {})[0]
     same = isoflop.final_runs(loaded, "w", ("--config.log.every=7", "--config.seed=4"), {})[0]
-    assert isoflop.settings_digest(run.config()) == isoflop.settings_digest(same.config())
+    assert runs_lib.settings_digest(run.config()) == runs_lib.settings_digest(same.config())
 
 
 @pytest.mark.parametrize("change, name", [
