@@ -114,7 +114,8 @@ def test_a_split_whose_held_out_text_has_changed_cannot_be_kept(tmp_path):
     assert not list((tmp_path / "cache").glob("*/*.tmp-*"))
 
 
-TEXTS = st.lists(st.binary(max_size=20), min_size=1, max_size=6)
+TEXT = st.binary(max_size=20).map(lambda data: data.decode("latin-1").encode())
+TEXTS = st.lists(TEXT, min_size=1, max_size=6)
 
 
 @few_examples
@@ -217,7 +218,9 @@ def test_a_document_of_a_set_in_which_the_tail_begins_is_not_trained_on(tmp_path
     assert text_of(data, "eval").endswith(documents[2])
 
 
-@pytest.mark.parametrize("part", [slice(0, 300), slice(150, 400), slice(400, None)])
+@pytest.mark.parametrize(
+    "part", [slice(0, 300), slice(150, 400), slice(300, 550), slice(500, 570), slice(400, None)]
+)
 def test_a_held_out_file_is_cut_out_of_a_longer_training_file(part, tmp_path):
     text = words("a", 60)
     (tmp_path / "all.txt").write_text(text)
@@ -227,6 +230,14 @@ def test_a_held_out_file_is_cut_out_of_a_longer_training_file(part, tmp_path):
     data = open_data(config)
     assert text_of(data, "eval") == text[part]
     assert text_of(data, "train") == text.replace(text[part], "")
+    # With a tail, which may begin in the file, or contain it.
+    config.eval_sets, config.eval_source = {"part": config.eval_source}, ""
+    data = open_data(config)
+    remaining = text.removesuffix(text_of(data, "eval"))
+    assert len(remaining) == int(0.75 * len(text))
+    cut = slice(*part.indices(len(remaining)))
+    assert text_of(data, "train") == remaining[: cut.start] + remaining[cut.stop :]
+    config.eval_source, config.eval_sets = config.eval_sets["part"], ()
     (tmp_path / "part.txt").write_text("line 7\n")  # by chance
     assert text_of(open_data(config), "train") == text
 
