@@ -58,8 +58,6 @@ _STDLIB_SKIPPED_FOLDERS = {
     "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib-dynload",
 }  # fmt: skip
 _STDLIB_SKIPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
-_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")  # first bytes of gzip, zstd, zip
-
 
 PIECE_BYTES = 1 << 20  # longer documents are read and encoded in pieces
 _PART_BYTES = 1 << 28  # files are read, and tokenised, in parts of this size
@@ -91,15 +89,10 @@ class Document:
 
 @dataclass(frozen=True)
 class Part:
-    """Documents that are read one after another.
+    """Documents that are read one after another."""
 
-    Attributes:
-      documents: function that returns an iterator over the Documents.
-      size: their bytes, roughly.
-    """
-
-    documents: Callable
-    size: int
+    documents: Callable  # returns an iterator over the Documents
+    size: int  # their bytes, roughly
 
 
 @dataclass(frozen=True)
@@ -190,16 +183,14 @@ def _components(spec, key):
     return components
 
 
-def open_source(spec, setting, config_data, root, max_bytes=0):
-    """The source that a setting names.
+def open_source(spec, setting, c, root, max_bytes=0):
+    """The source that a setting, "config.data.source" for example, names.
 
     Args:
-      spec, setting: value and name of the setting, "config.data.source" for example.
-      config_data: for its text_key and document_bytes.
-      root: the cache folder.
+      c: DataConfig. root: the cache folder.
       max_bytes: limit of the source, of each one with `mix:`; 0: none.
     """
-    c, name = config_data, f"{setting}={spec!r}"
+    name = f"{setting}={spec!r}"
     components = _components(spec, setting)
     # The standard library contains the language reference; it is read once, or only held out.
     named = {part for key, value in c.specs().items() for part in _components(value, key)}
@@ -347,15 +338,11 @@ def _read_text(name, path):
         offset = 0
         with open(path, "rb") as file:
             while block := file.read(PIECE_BYTES):
-                if not offset and block.startswith(_COMPRESSED) and b"\0" in block:
-                    raise UsageError(
-                        f"{name}: {path} is compressed; decompress it (only jsonl: reads "
-                        "compressed files)"
-                    )
                 if b"\0" in block:
                     raise UsageError(
-                        f"{name}: {path} is binary (a NUL at byte {offset + block.index(0)}), not "
-                        "text; select the text files, for example with a glob"
+                        f"{name}: {path} is binary or compressed (a NUL at byte "
+                        f"{offset + block.index(0)}), not text; decompress it (only jsonl: reads "
+                        "compressed files), or select the text files with a glob"
                     )
                 yield block
                 offset += len(block)
@@ -402,15 +389,11 @@ def check_present(spec, key):
 
 
 def find_files(name, argument, root):
-    """The files that a path, folder or glob names, sorted; hidden ones are left out.
+    """The files, at least one, that a path, folder or glob names, sorted, without hidden ones.
 
     Args:
-      name: the setting and its value, for messages.
       argument: if it is the name of an existing file, it names this file alone.
       root: cache folder, for copies of the files of an object store.
-
-    Returns:
-      Their paths, at least one.
     """
     if io.is_remote(argument):
         return fetch_files(name, argument, root)
@@ -451,11 +434,8 @@ def _distinct_files(name, paths, root):
 def fetch_files(name, address, root):
     """Copy the files at an address of an object store into the cache, unless it has them.
 
-    Args:
-      address: of a file, of a folder, or a pattern.
-
-    Returns:
-      Paths of the copies, in the order of the files. A copy is named by its quoted relative path.
+    The address may be a folder or a pattern. Returns the paths of the copies, in the order of the
+    files. A copy is named by its quoted relative path.
     """
     import fsspec
 
@@ -508,13 +488,10 @@ def readable(name):
 
 def trim_partial_utf8(data):
     """`data` without the incomplete UTF-8 character that a cut may have left at its end."""
-    for trailing in range(1, min(4, len(data)) + 1):
-        byte = data[-trailing]
-        if byte & 0xC0 == 0x80:
-            continue
-        needed = 1 if byte < 0xC0 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-        return data[:-trailing] if needed > trailing else data
-    return data
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(data[-3:])
+    incomplete, _ = decoder.getstate()
+    return data[: len(data) - len(incomplete)]
 
 
 def document_digest(data):

@@ -127,7 +127,7 @@ def _prepare_part(folder, number, part, tokenizer, progress):
 
         documents = itertools.islice(part.documents(), done, None)
         for document, ids in tokenizer.encode_documents(documents):
-            row = text_row(document.data, document.ends, document.is_cut)
+            row = text_row(document.data, document.ends)
             writer.add(ids, row, document.name, document.data)
             state["is_cut"] |= document.is_cut
             progress.add(len(document.data))
@@ -193,7 +193,7 @@ def rows_of(source):
     progress = Progress(f"reading {source.name}", source.parts)
     rows = []
     for document in source.documents():
-        rows.append(text_row(document.data, document.ends, document.is_cut).tobytes())
+        rows.append(text_row(document.data, document.ends).tobytes())
         progress.add(len(document.data))
     source.check_unchanged()
     if not rows:
