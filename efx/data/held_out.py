@@ -171,11 +171,11 @@ def from_hex(digests):
 # ---- copies --------------------------------------------------------------------------------------
 
 
-def find_copies(text, sets):
+def find_copies(text, sets, max_bytes):
     """Ranges of a text that are copies of text in `sets`, but no whole documents of them.
 
-    A set of a single document of CUT_OUT_BYTES is searched for in all documents. Of a document that
-    config.data.max_bytes cut, it is compared whether one of a set begins so.
+    A set of a single document of CUT_OUT_BYTES is searched for in all documents. A document that
+    `max_bytes` cut is a copy if a document of a set begins with it.
 
     Args:
       text: Source. sets: list of Source.
@@ -184,6 +184,8 @@ def find_copies(text, sets):
       List of [first, last-plus-one byte of the text].
     """
     single = list(filter(None, map(_single_document, sets)))
+    if not (single or max_bytes):
+        return []
     longest = max(map(len, single), default=1)
     ranges, cut, overlap, begin, stop = [], [], b"", 0, 0
     for document in text.documents():

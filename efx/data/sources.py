@@ -200,7 +200,7 @@ def open_source(spec, setting, c, root, max_bytes=0):
         identity, files = _files(name, component, c.text_key, max_bytes, root, skipped)
         identities.append(identity)
         label = component if len(components) > 1 else ""
-        for group in [files] if max_bytes else _grouped(files):
+        for group in [files] if max_bytes else grouped(files, lambda file: file[0], _PART_BYTES):
             arguments = name, group, max_bytes, c.document_bytes, label
             size = sum(size for size, _ in group)
             parts.append(
@@ -248,13 +248,13 @@ def _files(name, spec, text_key, max_bytes, root, skipped):
     return lambda: content_key(kind, text_key, file_digests(root, paths)), files
 
 
-def _grouped(files):
-    """Yield lists of consecutive (size, file) that have some `_PART_BYTES` together."""
+def grouped(items, size_of, limit):
+    """Yield lists of consecutive items that have some `limit` bytes together."""
     group, total = [], 0
-    for file in files:
-        group.append(file)
-        total += file[0]
-        if total >= _PART_BYTES:
+    for item in items:
+        group.append(item)
+        total += size_of(item)
+        if total >= limit:
             yield group
             group, total = [], 0
     if group:

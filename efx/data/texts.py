@@ -255,25 +255,26 @@ class Texts:
         sets = [text.source for text in self.sets.values() if text.source]
         copies = []
         if part.source and sets:
-            key = content_key("copies", part.identity, [source.identity for source in sets])
-            copies = remember(self._root, key, lambda: held_out.find_copies(part.source, sets))
+            copies = self._remember(
+                ["copies", part.identity, [source.identity for source in sets]],
+                lambda: held_out.find_copies(part.source, sets, c.max_bytes),
+            )
         if not (record["held_out"] or c.eval_source):
-            is_evaluation = part.is_evaluation() if part.shards else np.zeros(1, bool)
-            if is_evaluation.any():
-                record["held_out"] = held_out.choose_shards(part.rows, is_evaluation)
+            if part.shards and part.is_evaluation().any():
+                record["held_out"] = held_out.choose_shards(part.rows, part.is_evaluation())
             elif c.split == "tail":
-                key = content_key("tail", held_out.VERSION, part.identity, c.eval_fraction)
-                record["held_out"] = remember(
-                    self._root,
-                    key,
-                    lambda: held_out.choose_tail(
-                        part.name, part.rows, part.content, c.eval_fraction
-                    ),
+                arguments = part.content, c.eval_fraction
+                record["held_out"] = self._remember(
+                    ["tail", held_out.VERSION, part.identity, c.eval_fraction],
+                    lambda: held_out.choose_tail(part.name, part.rows, *arguments),
                 )
         start, stop = (record["held_out"] or {}).get("tail", (0, 0))
         edges = {edge for edge in itertools.chain(*copies) if not start < edge < stop}
         part.cut_at(edges | ({start, stop} if stop else set()))
         self._copies[name] = copies
+
+    def _remember(self, key, compute):
+        return remember(self._root, content_key(*key), compute)
 
     def _sides(self):
         """{part: (rows to train on, held-out rows)}, two bool[n]."""
