@@ -40,9 +40,6 @@ def cached_folder(root, kind, key, build):
     """The folder `root/kind/key`, built by `build(folder)` if it is absent.
 
     Of several processes one builds and the others wait; without file locks each builds its own.
-
-    Raises:
-      UsageError: the cache cannot be written.
     """
     folder = root / kind / key
     if folder.exists():

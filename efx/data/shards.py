@@ -79,15 +79,13 @@ def count_characters(data):
 class ShardWriter:
     """Collects documents and writes them as shards of a folder.
 
-    Args:
-      begins: whether the next piece begins a document.
-
     Attributes:
       rows, tokens: list of ROW and number of tokens that are collected and not written yet.
     """
 
     def __init__(self, folder, tokenizer, begins=True):
         self._folder, self._tokenizer = folder, tokenizer
+        # Whether the next piece begins a document.
         self._dtype, self._begins = token_dtype(tokenizer.vocab_size), begins
         self.rows, self._ids, self.tokens, self._lost = [], [], 0, ""
 
@@ -153,8 +151,7 @@ def write_token_shards(folder, tokenizer, train, heldout=(), shard_tokens=1 << 2
     """Write documents as token shards that `config.data.source=tokens:FOLDER` reads.
 
     Args:
-      folder: created if it does not exist; must not contain a meta.json.
-      tokenizer: an efx tokenizer.
+      folder: must not contain a meta.json.
       train, heldout: iterables of documents: str, bytes, or arrays of ids.
       shard_tokens: a document that starts after this many tokens starts a new file.
 
@@ -228,22 +225,16 @@ class Stream:
 
 @dataclasses.dataclass(frozen=True)
 class TokenSplit:
-    """A split of a text as tokens.
+    """A split of a text as tokens."""
 
-    Attributes:
-      name: of its source, for messages.
-      stream: Stream.
-      spans: int64[n, 2], first and last-plus-one token of each document, or piece of one; None if
-        unknown.
-      begins: bool[n]: whether a document begins with the span.
-      loss: "" if decoding the tokens gives the text back; otherwise a description of the first
-        lost text; None if there is no text to compare.
-    """
-
-    name: str
+    name: str  # of its source, for messages
     stream: Stream
+    # int64[n, 2], first and last-plus-one token of each document, or piece of one; bool[n], whether
+    # a document begins with it. None if unknown.
     spans: object = None
     begins: object = None
+    # "" if decoding the tokens gives the text back, else a description of the first lost text; None
+    # if there is no text to compare.
     loss: str | None = None
 
     def documents(self, eot):
@@ -470,11 +461,7 @@ class TokenShards:
             self.rows[key] = self.rows["stored"]
 
     def cut_at(self, offsets):
-        """Cut rows in two, after `count_in_ids`.
-
-        Args:
-          offsets: set of positions in all ids.
-        """
+        """Cut rows in two at some positions in all ids, after `count_in_ids`."""
         for offset in sorted(offsets):
             ends = np.cumsum(self.rows["stored"])
             row = int(np.searchsorted(ends, offset))

@@ -66,21 +66,13 @@ _FORMAT = 1  # raise it when documents are cut elsewhere
 
 @dataclass(frozen=True)
 class Document:
-    """A text, or a piece of a long one.
+    """A text, or a piece of a long one."""
 
-    Attributes:
-      name: file and line or the like, for messages.
-      data: bytes of the text, at least one.
-      ends: whether the document ends here; the next piece continues it otherwise.
-      is_cut: whether config.data.max_bytes removed its end.
-      component: the source of `mix:` that the document is from; only reports read it.
-    """
-
-    name: str
-    data: bytes
-    ends: bool = True
-    is_cut: bool = False
-    component: str = ""
+    name: str  # file and line or the like, for messages
+    data: bytes  # at least one
+    ends: bool = True  # whether the document ends here; the next piece continues it otherwise
+    is_cut: bool = False  # whether config.data.max_bytes removed its end
+    component: str = ""  # the source of `mix:` that it is from; only reports read it
 
     @property
     def text(self):
@@ -97,19 +89,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Source:
-    """A sequence of documents.
+    """A sequence of documents."""
 
-    Attributes:
-      name: the setting and its value, for messages.
-      identity: hash of the documents and their order when the source was opened.
-      current_identity: function that returns it anew.
-      parts: list of Part; each can be read without those before it.
-    """
-
-    name: str
-    identity: str
-    current_identity: Callable
-    parts: list
+    name: str  # the setting and its value, for messages
+    identity: str  # hash of the documents and their order when the source was opened
+    current_identity: Callable  # returns it anew
+    parts: list  # of Part; each can be read without those before it
 
     def documents(self):
         """Iterator over all Documents."""
@@ -124,11 +109,7 @@ class Source:
             )
 
     def cut_at(self, offsets):
-        """The source as one part, whose documents end at some bytes of the text, too.
-
-        Args:
-          offsets: set, counted from the first byte of the first document.
-        """
+        """The source as one part, whose documents end at some bytes of the text, too."""
         edges = sorted(offsets)
 
         def documents():
@@ -151,11 +132,7 @@ class Source:
 
 
 def parse(spec, key="config.data.source"):
-    """Split a source's setting into (kind, argument).
-
-    Raises:
-      UsageError: unknown kind (names the nearest), or no argument where one is needed.
-    """
+    """Split a source's setting into (kind, argument); UsageError if it has no such form."""
     kind, _, argument = str(spec).partition(":")
     if kind not in _FORMS:
         hint = nearest(kind, _FORMS)
@@ -216,8 +193,8 @@ def open_source(spec, setting, c, root, max_bytes=0):
 
 
 def _files(name, spec, text_key, max_bytes, root, skipped):
-    """(function that returns a hash, [(bytes of a file's text, roughly, function that yields (name,
-    blocks of bytes) of each document in it)]) of a source."""
+    """(function that returns a hash, [(size, read)]) of a source: for each file the bytes of its
+    text, roughly, and a function that yields (name, blocks of bytes) of each document in it."""
     kind, argument = parse(spec)
     if kind == "pydoc":
         topics = _language_reference(name)
@@ -262,10 +239,7 @@ def grouped(items, size_of, limit):
 
 
 def _documents(name, files, max_bytes, document_bytes, component):
-    """Yield the Documents of `_files`.
-
-    Args:
-      max_bytes: limit of all documents together; 0: none.
+    """Yield the Documents of `_files`, up to `max_bytes` bytes of all together (0: no limit).
 
     A document is cut into documents of at most `document_bytes` bytes (0: never), after a line if
     one ends in the second half, and never inside a character. If max_bytes cuts it, that holds for
@@ -281,7 +255,7 @@ def _documents(name, files, max_bytes, document_bytes, component):
 
     with readable(name):
         for document_name, blocks in itertools.chain.from_iterable(read() for _, read in files):
-            buffer, offset, is_cut = b"", 0, False
+            buffer, piece_name, offset, is_cut = b"", document_name, 0, False
             for block in _without_mark(blocks):
                 is_cut = len(block) > remaining
                 buffer, start = buffer + block[:remaining], 0
@@ -290,24 +264,19 @@ def _documents(name, files, max_bytes, document_bytes, component):
                     buffer = trim_partial_utf8(buffer)
                 while len(buffer) - start > size:
                     stop = start + length(buffer, start)
-                    yield Document(
-                        _piece_name(document_name, offset), buffer[start:stop],
-                        bool(document_bytes), False, component,
-                    )  # fmt: skip
+                    ends = document_bytes > 0
+                    yield Document(piece_name, buffer[start:stop], ends, component=component)
                     start, offset = stop, offset + stop - start
+                    piece_name = f"{document_name} from byte {offset}"
                 buffer = buffer[start:]
                 if is_cut:
                     break
             if is_cut and document_bytes:
                 buffer = buffer[: length(buffer, 0)]
             if buffer:
-                yield Document(_piece_name(document_name, offset), buffer, True, is_cut, component)
+                yield Document(piece_name, buffer, True, is_cut, component)
             if remaining <= 0:
                 return
-
-
-def _piece_name(name, offset):
-    return f"{name} from byte {offset}" if offset else name
 
 
 def _without_mark(blocks):
