@@ -10,7 +10,6 @@ from efx.data.packing import Packing
 from efx.errors import UsageError
 
 _FEW_TOKENS = 10_000  # held-out tokens that give a noisy loss
-SPLIT_NAMES = {"train": "training split", "eval": "held-out split"}
 
 
 def state_at(step):
@@ -361,13 +360,3 @@ def _batch(tokens, weights_BT=None):
     if weights_BT is None:
         weights_BT = np.ones(inputs_BT.shape, np.float32)
     return {"inputs": inputs_BT, "targets": targets_BT, "weights": weights_BT}
-
-
-def check_length(seq_len, split, name, tokens):
-    """UsageError unless a split ("train", "eval") has the tokens of a row and its last target."""
-    if tokens < seq_len + 1:
-        raise UsageError(
-            f"config.data.seq_len={seq_len}: the {SPLIT_NAMES[split]} of {name} has {tokens} "
-            f"tokens, and one row needs {seq_len + 1} (seq_len + 1); lower config.data.seq_len, or "
-            "use a longer text"
-        )

@@ -299,7 +299,7 @@ class TokenShards:
 
     Attributes:
       rows: ROW[n] of all documents, in order; of shards of other projects, each is one row.
-      tokenizer: the one that made them, None if it is unknown. `select` needs one.
+      tokenizer: the one that made them, None if it is unknown; it is in `tokenizer_path`.
       is_cut: whether config.data.max_bytes left out text when they were made.
     """
 
@@ -335,8 +335,9 @@ class TokenShards:
         self.stream = Stream([shard.ids for shard in self._shards])
         self.rows = self._read_rows() if self._meta else self._rows_of_shards()
         self.is_cut = bool(self._meta and self._meta.get("is_cut"))
-        stored = self.folder / "tokenizer.json"
-        self.tokenizer = load_tokenizer(stored) if stored.exists() else None
+        self.tokenizer_path, self.tokenizer = self.folder / "tokenizer.json", None
+        if self.tokenizer_path.exists():
+            self.tokenizer = load_tokenizer(self.tokenizer_path)
 
     def _read_meta(self):
         """The contents of meta.json, None without one."""

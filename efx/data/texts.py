@@ -8,7 +8,7 @@ import numpy as np
 from efx.config.run import DataConfig
 from efx.config.schema import make
 from efx.data import held_out, sources, tokenise, tokenizers
-from efx.data.batches import SPLIT_NAMES, Data, check_length
+from efx.data.batches import Data
 from efx.data.disk_cache import cache_root, content_key, remember
 from efx.data.shards import TokenShards, joined
 from efx.errors import UsageError
@@ -49,27 +49,28 @@ def load(
     c = make(DataConfig, config_data)
     texts = Texts(c, splits if tokenizer_path else SPLITS, text_record, is_recorded_text)
     tokenizer = texts.tokenizer(tokenizer_path)
-    token_splits = {
-        split: tokens
-        for split, tokens in texts.token_splits(tokenizer).items()
-        if split.partition("/")[0] in splits
-    }
-    for split, tokens in token_splits.items():
+    token_splits = {}
+    for split, tokens in texts.token_splits(tokenizer).items():
         kind = split.partition("/")[0]
+        if kind not in splits:
+            continue
+        token_splits[split] = tokens
         if kind == "eval" and tokens.loss and not c.lossy_tokenizer:
             raise UsageError(
                 f"{tokens.name}: config.data.tokenizer={c.tokenizer!r} loses text: {tokens.loss}; "
                 "use another tokenizer, or set config.data.lossy_tokenizer=True (then no bits per "
                 "byte are logged)"
             )
-        if not len(tokens.stream):
-            raise UsageError(
-                f"{tokens.name}: the {SPLIT_NAMES[kind]} has no tokens; use more text, or another "
-                "config.data.eval_source"
-            )
         # A text that is held out as a whole may be shorter than a row.
         is_whole = kind == "eval" and (c.eval_source or split != "eval")
-        check_length(1 if is_whole else c.seq_len, kind, tokens.name, len(tokens.stream))
+        needed = 2 if is_whole else c.seq_len + 1
+        if len(tokens.stream) < needed:
+            side = "training" if kind == "train" else "held-out"
+            raise UsageError(
+                f"config.data.seq_len={c.seq_len}: the {side} split of {tokens.name} has "
+                f"{len(tokens.stream)} tokens and needs {needed}; lower config.data.seq_len, or "
+                "use a longer text"
+            )
     subset = texts.subset and texts.subset.key
     key = content_key(texts.record, subset, tokenizer.fingerprint)
     data = Data(c, seed, tokenizer, token_splits, key)
@@ -130,18 +131,11 @@ class Text:
             self.source, self._source_rows = self.source.cut_at(offsets), None
 
     def prepare(self, tokenizer, root, shard=(1, 1)):
-        """Tokenise the text, unless it is done; False if other machines have parts left.
-
-        Args:
-          shard: see `tokenise.prepare`.
-        """
+        """Tokenise the text, unless it is done; False if other machines have parts left."""
         if self.shards is None:
             folder = tokenise.prepare(self.source, tokenizer, root, shard)
-            if folder is None:
-                return False
-            self.shards = TokenShards(self.name, folder, root)
-        self.shards.tokenizer = tokenizer
-        return True
+            self.shards = folder and TokenShards(self.name, folder, root)
+        return self.shards is not None
 
 
 class Texts:
@@ -199,8 +193,10 @@ class Texts:
     def _refuse_changes(self, recorded):
         """UsageError if a text is not the one that the run recorded."""
         for kind, texts in (("train", self.parts), ("eval", self.sets)):
-            for name in texts.keys() & recorded[kind].keys():  # --mode=evaluate may add sets
-                text, known, remedy = texts[name], [recorded[kind][name]], ""
+            for name, text in texts.items():
+                if name not in recorded[kind]:
+                    continue  # another set, for --mode=evaluate
+                known, remedy = [recorded[kind][name]], ""
                 if kind == "train":
                     known = [known[0]["content"], known[0]["split_made_for"]]
                     remedy = (
@@ -316,17 +312,23 @@ class Texts:
     def tokenizer(self, path=None):
         """The tokenizer in the file `path`, or else the one that the config names."""
         texts, spec = self.all(), self._c.tokenizer
-        if tokens := [text for text in texts if text.source is None]:
-            first, *others = (_tokenizer_of_shards(text.shards, spec, path) for text in tokens)
-            for text, other in zip(tokens[1:], others, strict=True):
-                if other.fingerprint != first.fingerprint:
-                    raise UsageError(
-                        f"{text.name} has another tokenizer than {tokens[0].name}; make both with "
-                        "the same one"
-                    )
-            return first
         if path is not None:
-            return tokenizers.load_tokenizer(path)
+            name, tokenizer = str(path), tokenizers.load_tokenizer(path)
+        else:
+            name = f"config.data.tokenizer={spec!r}"
+            tokenizer = tokenizers.pretrained_tokenizer(spec)
+        tokens = [text.shards for text in texts if text.source is None]
+        if tokens and tokenizer is None:
+            name, tokenizer = _tokenizer_of_shards(tokens[0], name, tokenizers.parse(spec)[0])
+        for shards in tokens:
+            if shards.tokenizer and shards.tokenizer.fingerprint != tokenizer.fingerprint:
+                raise UsageError(
+                    f"{name} is not the tokenizer of {shards.name}; use "
+                    f"config.data.tokenizer={shards.tokenizer_path}"
+                )
+            shards.check_ids(tokenizer, name)
+        if tokenizer:
+            return tokenizer
 
         def training_text():
             for name, (is_trained, _) in self._sides().items():
@@ -335,7 +337,7 @@ class Texts:
 
         key = self.record, self._c.split, self._c.eval_fraction, self.subset and self.subset.key
         text_sources = [text.source for text in texts]
-        return tokenise.make_tokenizer(spec, text_sources, training_text, key, self._root)
+        return tokenise.train_tokenizer(spec, text_sources, training_text, key, self._root)
 
     def prepare(self, tokenizer, shard=(1, 1)):
         """Tokenise all texts; return those of which other machines have parts left."""
@@ -376,31 +378,16 @@ def _has_text(text):
     return text.source is not None or text.shards.has_text
 
 
-def _tokenizer_of_shards(shards, spec, path):
-    """The tokenizer of token shards: it has to be the one that made them.
-
-    Args:
-      path: tokenizer.json of a run, or None.
-    """
-    stored, stored_path = shards.tokenizer, shards.folder / "tokenizer.json"
-    if path is not None:
-        name, tokenizer = str(path), tokenizers.load_tokenizer(path)
-    else:
-        name, tokenizer = f"config.data.tokenizer={spec!r}", tokenizers.pretrained_tokenizer(spec)
-        if tokenizer is None and stored and stored.kind == tokenizers.parse(spec)[0]:
-            tokenizer = stored
-            log.info("instead of %s, using %s (%d ids)", name, stored_path, stored.vocab_size)
-    if tokenizer is None:
+def _tokenizer_of_shards(shards, name, kind):
+    """(file, tokenizer) of token shards in place of one that would be trained."""
+    tokenizer, path = shards.tokenizer, shards.tokenizer_path
+    if not tokenizer or tokenizer.kind != kind:
         raise UsageError(
             f"{name} cannot be trained on {shards.name}, a source of tokens without text; "
             "use the path of the tokenizer.json of these tokens"
         )
-    if stored and stored.fingerprint != tokenizer.fingerprint:
-        raise UsageError(
-            f"{name} is not the tokenizer of {shards.name}; use config.data.tokenizer={stored_path}"
-        )
-    shards.check_ids(tokenizer, name)
-    return tokenizer
+    log.info("instead of %s, using %s (%d ids)", name, path, tokenizer.vocab_size)
+    return str(path), tokenizer
 
 
 def content_of(record, key):

@@ -147,16 +147,14 @@ def _read_state(folder, number):
 # ---- tokenizers ----------------------------------------------------------------------------------
 
 
-def make_tokenizer(spec, sources, training_text, key, root):
-    """The tokenizer that `config.data.tokenizer` (`spec`) names, trained if it is not pretrained.
+def train_tokenizer(spec, sources, training_text, key, root):
+    """The tokenizer that `config.data.tokenizer` (`spec`) names, trained unless it is cached.
 
     Args:
       sources: list of Source; `chars` takes the characters of all of them.
-      training_text: function that returns an iterator over the bytes of training text.
+      training_text: function that returns an iterator over Documents of training text.
       key: JSON-able, everything that the text depends on.
     """
-    if tokenizer := tokenizers.pretrained_tokenizer(spec):
-        return tokenizer
     kind, size = tokenizers.parse(spec)
 
     def build(folder):

@@ -168,27 +168,6 @@ def test_the_fingerprint_depends_on_all_that_determines_the_tokens(letters, tmp_
     assert len(set(prints)) == len(prints)
 
 
-DAMAGE = {
-    "00000-00000.bin": lambda p: p.write_bytes(bytes([p.read_bytes()[0] ^ 1]) + p.read_bytes()[1:]),
-    "00000-00000.rows": lambda p: p.write_bytes(p.read_bytes()[:-1]),
-    "tokenizer.json": lambda p: p.unlink(),
-    "meta.json": lambda p: p.write_bytes(b""),
-}
-
-
-@pytest.mark.parametrize("file", DAMAGE)
-def test_a_damaged_cache_entry_is_built_again(file, letters, tmp_path, caplog):
-    config = make_config(f"text:{letters}", tmp_path)
-    before = next(open_data(config).train_iterator())
-    (entry,) = cache_entries(tmp_path)
-    DAMAGE[file](entry / file)
-    same(next(open_data(config).train_iterator()), before)
-    assert cache_entries(tmp_path) == [entry] and "damaged" in caplog.text
-    caplog.clear()
-    open_data(config)
-    assert "damaged" not in caplog.text
-
-
 def test_cached_files_and_token_shards_are_flushed_before_they_can_be_read(tmp_path):
     with watched_flushes() as flushes:
         disk_cache.cached_folder(
