@@ -132,9 +132,9 @@ def test_a_full_disk_is_reported(rows, monkeypatch):
 
 
 DAMAGE = {
-    "*03.bin": lambda p: p.unlink(),
-    "*09.bin": lambda p: p.write_bytes(b""),
-    "*07.bin": lambda p: p.write_bytes(bytes([p.read_bytes()[0] ^ 1]) + p.read_bytes()[1:]),
+    "*01.bin": lambda p: p.unlink(),
+    "*02.bin": lambda p: p.write_bytes(b""),
+    "*03.bin": lambda p: p.write_bytes(bytes([p.read_bytes()[0] ^ 1]) + p.read_bytes()[1:]),
     "*02.rows": lambda p: p.write_bytes(p.read_bytes()[:-1]),
     "tokenizer.json": lambda p: p.unlink(),
     "meta.json": lambda p: p.write_bytes(b""),
