@@ -29,8 +29,6 @@ class Data:
     text; and "eval/NAME" for each set in config.data.eval_sets and each part that is split.
 
     Attributes:
-      tokenizer: an efx tokenizer.
-      vocab_size: number of token ids.
       eval_sets: names of the held-out sets besides all held-out text.
       fingerprint: hash of the texts, of how they are split, and of the tokenizer.
       subset: hash of the list that the training split is limited to, or None.

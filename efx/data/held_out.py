@@ -226,14 +226,10 @@ class Subset:
 
     The held-out text stays the same. A run needs only this file and the corpus, so it can be on any
     machine that has both (an expert of cBTM is such a run).
-
-    Attributes:
-      digests: their `document_digest`s, in hexadecimal.
-      key: hash of the list.
     """
 
     def __init__(self, digests):
-        self.digests = frozenset(digests)
+        self.digests = frozenset(digests)  # in hexadecimal
         self.key = content_key(sorted(self.digests))
 
     def to_json(self):

@@ -292,11 +292,6 @@ class _Shard:
 class TokenShards:
     """The shards of a folder, or those that match a pattern, memory-mapped.
 
-    Args:
-      name: the setting and its value, for messages.
-      where: folder or pattern, on a disk or in an object store.
-      root: cache folder.
-
     Attributes:
       rows: ROW[n] of all documents, in order; of shards of other projects, each is one row.
       tokenizer: the one that made them, None if it is unknown; it is in `tokenizer_path`.

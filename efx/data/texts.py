@@ -39,12 +39,6 @@ def load(
         out again; a text that has changed is refused, but see config.data.on_change.
       is_recorded_text: whether `config_data` names the text of that run. If not, its text is split
         anew, unless its content is the run's.
-
-    Returns:
-      Data.
-
-    Raises:
-      UsageError: one line that names the key, value or file at fault.
     """
     c = make(DataConfig, config_data)
     texts = Texts(c, splits if tokenizer_path else SPLITS, text_record, is_recorded_text)
@@ -154,9 +148,6 @@ class Texts:
         is held out, see `held_out`, or None, "split_made_for": the content for which that was
         decided}}, "eval": {set: content}}.
       subset: the Subset that the training split is limited to, or None.
-
-    Raises:
-      UsageError: a text cannot be opened, or has changed.
     """
 
     def __init__(self, c, splits=SPLITS, text_record=None, is_recorded_text=True):
@@ -226,11 +217,8 @@ class Texts:
     # ---- held-out text ---------------------------------------------------------------------------
 
     def _recorded_decision(self, part, recorded, is_recorded_text):
-        """{"held_out", "split_made_for"} of a part as a run recorded them, None if undecided.
-
-        Args:
-          recorded: entry of the part in the record of the run, or None.
-        """
+        """{"held_out", "split_made_for"} of a part as in its entry of the record of a run, if there
+        is one; "held_out" is None if it is undecided."""
         undecided = {"held_out": None, "split_made_for": None}
         if self._c.eval_source:
             return undecided

@@ -80,15 +80,6 @@ def test_a_byte_order_mark_is_not_text(tmp_path):
     assert cut.is_cut
 
 
-def test_max_bytes_cuts_between_characters(tmp_path):
-    for name, text in (("a", "xé"), ("b", ""), ("c", "漢😀zz")):
-        (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
-    whole = "xé漢😀zz".encode()
-    for limit in (*range(1, 13), 1 << 62):
-        texts = read_texts(f"text:{tmp_path}/*.txt", tmp_path, max_bytes=limit)
-        assert all(texts) and "".join(texts) == whole[:limit].decode(errors="ignore")
-
-
 def test_the_standard_library(tmp_path):
     names = [d.name for d in read_documents("stdlib", tmp_path)]
     assert any(n.endswith("json/decoder.py") for n in names)
