@@ -4,6 +4,9 @@ Only those that read a source, split it, or return all tokens of a split look in
 """
 
 import itertools
+import json
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +16,8 @@ from refusals import refused
 import efx.data
 from efx.config.run import DataConfig
 from efx.config.schema import defaults, make
-from efx.data import held_out, shards, sources, tokenizers
+from efx.data import sources, tokenizers
+from efx.data.texts import Texts
 
 # A slow example on a busy machine is not an error.
 few_examples = settings(max_examples=15, deadline=None)
@@ -76,11 +80,6 @@ def write_records(path, records):
     writer.close()
 
 
-def rows_of(texts):
-    """ROW[n] of documents (bytes)."""
-    return np.array([shards.text_row(text) for text in texts if text], shards.ROW)
-
-
 def read_documents(source, tmp_path, **changes):
     """The documents of a source."""
     c = make(DataConfig, make_config(source, tmp_path, **{"split": "documents", **changes}))
@@ -92,25 +91,16 @@ def read_texts(source, tmp_path, **changes):
     return [document.data.decode() for document in read_documents(source, tmp_path, **changes)]
 
 
-def split_documents(texts, method, eval_fraction, decision=None):
-    """(decision, {"train" or "eval": bytes of documents and parts of them, in order})."""
-    texts = [text for text in texts if text]
-    if not decision and method == "tail":
-        arguments = "documents", lambda: rows_of(texts), texts.__getitem__, eval_fraction
-        decision = held_out.choose_tail(*arguments)
-    elif not decision:
-        decision = held_out.choose_documents("documents", rows_of(texts), eval_fraction)
-    part = sources.Part(lambda: (sources.Document("", text) for text in texts), 0)
-    source = sources.Source("documents", "", str, [part]).cut_at({*decision.get("tail", ())})
-    texts = [document.data for document in source.documents()]
-    rows = np.array([shards.text_row(d.data, d.ends) for d in source.documents()], shards.ROW)
-    is_held_out = held_out.held_out_rows("documents", rows, decision, np.zeros(len(rows), bool))
-    found = held_out.held_out_digests(rows, decision, is_held_out)
-    is_trained = ~is_held_out & ~held_out.copies(rows, found)
-    return decision, {
-        "train": list(itertools.compress(texts, is_trained)),
-        "eval": list(itertools.compress(texts, is_held_out)),
-    }
+def split_documents(texts, method, eval_fraction, record=None):
+    """(record, {"train" or "eval": bytes of documents and parts of them, in order})."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "documents.jsonl"
+        path.write_text("".join(json.dumps({"text": text.decode()}) + "\n" for text in texts))
+        changes = dict(split=method, eval_fraction=eval_fraction, text_key="text")
+        changes["on_change"] = "keep_split"
+        config = make_config(f"jsonl:{path}", Path(folder), **changes)
+        found = Texts(make(DataConfig, config), text_record=record)
+        return found.record, found.documents()
 
 
 def token_ids(data, split):

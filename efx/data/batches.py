@@ -10,7 +10,6 @@ from efx.data.packing import Packing
 from efx.errors import UsageError
 
 _FEW_TOKENS = 10_000  # held-out tokens that give a noisy loss
-SPLIT_NAMES = {"train": "training split", "eval": "held-out split"}
 
 
 def state_at(step):
@@ -30,8 +29,6 @@ class Data:
     text; and "eval/NAME" for each set in config.data.eval_sets and each part that is split.
 
     Attributes:
-      tokenizer: an efx tokenizer.
-      vocab_size: number of token ids.
       eval_sets: names of the held-out sets besides all held-out text.
       fingerprint: hash of the texts, of how they are split, and of the tokenizer.
       subset: hash of the list that the training split is limited to, or None.
@@ -51,6 +48,9 @@ class Data:
         self._parts = [split for split in token_splits if split.startswith("train")]
         self.eval_sets = [split[5:] for split in token_splits if split.startswith("eval/")]
         self._packings, self._scored_bytes = {}, {}
+        self._training_text = f"config.data.source={config.source!r}"
+        if config.mixture:
+            self._training_text = "each part of config.data.mixture"
         # Hashed, so that neighbouring seeds have nothing in common.
         self._seed = int(content_key("order", int(seed))[:15], 16)
         self._mixture = None
@@ -69,28 +69,19 @@ class Data:
         return len(self._streams.get("eval", ()))
 
     def documents(self, split):
-        """int64[n, 2]: the first and last-plus-one token of each document of `split`."""
+        """int64[n, 2]: the first and last-plus-one token of each document of a split."""
         return self._splits[split].documents(self.tokenizer.eot)
 
     def tokens(self, split, start, stop):
         """int32[stop - start]: the tokens of `split` from `start` on."""
         return self._streams[split].windows([start], stop - start)[0]
 
-    @property
-    def _training_text(self):
-        """The setting of the training text and its value, for people."""
-        c = self._config
-        return (
-            "each part of config.data.mixture" if c.mixture else f"config.data.source={c.source!r}"
-        )
-
     def describe_held_out(self):
         """A description of the held-out split for people."""
-        c = self._config
+        c, text = self._config, self._training_text
         if c.eval_source:
             return f"all of config.data.eval_source={c.eval_source!r}"
-        text, records = self._training_text, self.text_record["train"].values()
-        if any("shards" in record["held_out"] for record in records):
+        if any("shards" in each["held_out"] for each in self.text_record["train"].values()):
             return f"the evaluation shards of {text}"
         description = f"split={c.split!r}, eval_fraction={c.eval_fraction}"
         if self.keeps_earlier_split:
@@ -121,12 +112,10 @@ class Data:
                 f"{self.vocab_size:,} ids; train it on a longer text for more"
             )
         if "eval" in self._streams and self.eval_tokens < _FEW_TOKENS:
-            remedy = "use a longer config.data.eval_source"
-            if not c.eval_source:
-                remedy = "use a longer text, or raise config.data.eval_fraction"
+            remedy = "use a longer text, or raise config.data.eval_fraction"
             lines.append(
                 f"the held-out split has only {self.eval_tokens:,} tokens, so its loss is noisy; "
-                f"{remedy}"
+                + ("use a longer config.data.eval_source" if c.eval_source else remedy)
             )
         return lines
 
@@ -144,13 +133,9 @@ class Data:
     def _packing(self, split):
         if split not in self._packings:
             order = "length" if split in self._parts else "document"
+            spans, stream, eot = self.documents(split), self._streams[split], self.tokenizer.eot
             self._packings[split] = Packing(
-                self._streams[split],
-                self.documents(split),
-                self.tokenizer.eot,
-                self._config.seq_len,
-                order,
-                self._seed,
+                stream, spans, eot, self._config.seq_len, order, self._seed
             )
         return self._packings[split]
 
@@ -163,11 +148,8 @@ class Data:
         return len(self._streams[split]) - 1
 
     def counts_bytes(self, split="eval"):
-        """Whether the bytes of text that held-out tokens stand for are known.
-
-        Not if the tokenizer loses text. Token shards without text to compare need a tokenizer whose
-        ids each stand for fixed bytes.
-        """
+        """Whether the bytes of text that held-out tokens stand for are known: the tokenizer loses
+        no text, or without text to compare, its ids each stand for fixed bytes."""
         loss = self._splits[split].loss
         return loss == "" or (loss is None and self.tokenizer.token_bytes() is not None)
 
@@ -218,9 +200,8 @@ class Data:
     def train_iterator(self, start_step=0, rows=None):
         """Endless batches from step `start_step` on (0: the first): all rows of each, or `rows`.
 
-        Returns:
-          An iterator of grain. Its get_state() is the same on every host, and its set_state(state)
-          continues a run, also from another number of hosts.
+        The state of this iterator of grain is the same on every host, and continues a run also on
+        another number of hosts.
         """
         # Imports jax, which reading text in a notebook does not need.
         import grain
@@ -280,12 +261,10 @@ class Data:
         is_second_T = (half <= place_T) & (place_T < 2 * half - 1)
         halves = {"first": place_T < half - 1, "second": is_second_T}
         for start in range(0, count, batch_size):
-            tokens = np.zeros((len(rows), length + 1), np.int32)
-            for b, row in enumerate((start + rows).tolist()):
-                # Seeded by the number of the row, so that it does not depend on the host.
-                places = mixture.mixed(row, np.arange(half)) % np.uint64(len(stream))
-                tokens[b] = np.resize(stream.windows(places, 1)[:, 0], length + 1)
-            batch = _batch(tokens)
+            # Seeded by the number of the row, so that it does not depend on the host.
+            drawn = mixture.mixed((start + rows)[:, None], np.arange(half)) % np.uint64(len(stream))
+            tokens = stream.windows(drawn.ravel(), 1).reshape(drawn.shape)
+            batch = _batch(np.tile(tokens, (1, 4))[:, : length + 1])
             if self._config.packing:
                 batch["positions"] = np.broadcast_to(place_T.astype(np.int32), (len(rows), length))
                 batch["segment_ids"] = np.ones((len(rows), length), np.int32)
@@ -379,17 +358,3 @@ def _batch(tokens, weights_BT=None):
     if weights_BT is None:
         weights_BT = np.ones(inputs_BT.shape, np.float32)
     return {"inputs": inputs_BT, "targets": targets_BT, "weights": weights_BT}
-
-
-def check_length(seq_len, split, name, tokens):
-    """UsageError unless a split has the tokens of one row and the target of its last one.
-
-    Args:
-      split: "train" or "eval".
-    """
-    if tokens < seq_len + 1:
-        raise UsageError(
-            f"config.data.seq_len={seq_len}: the {SPLIT_NAMES[split]} of {name} has {tokens} "
-            f"tokens, and one row needs {seq_len + 1} (seq_len + 1); lower config.data.seq_len, or "
-            "use a longer text"
-        )

@@ -11,6 +11,7 @@ import re
 import numpy as np
 import tokenizers as library
 
+from efx.data.sources import grouped
 from efx.data.tokenizer import StreamDecoder, Tokenizer, decode_utf8
 from efx.errors import UsageError
 
@@ -99,17 +100,14 @@ class LibraryTokenizer(Tokenizer):
         return np.concatenate(ids)
 
     def encode_documents(self, documents):
-        """Yield (document, its ids), encoded on all cores.
-
-        Each thread encodes a batch and frees the memory that the library allocates for it. The
-        library's own threads free each other's memory: ten times slower on 16 cores.
-        """
+        """Yield (document, its ids), encoded on all cores."""
+        # The library's own threads free each other's memory: ten times slower on 16 cores.
         can_count = hasattr(os, "sched_getaffinity")  # not on macOS
         threads = min(len(os.sched_getaffinity(0)) if can_count else os.cpu_count() or 1, 32)
         futures = collections.deque()
         with _serial_library(), concurrent.futures.ThreadPoolExecutor(threads) as pool:
             try:
-                for batch in _batches(documents):
+                for batch in grouped(documents, lambda document: len(document.data), _BATCH):
                     futures.append(pool.submit(self._encode_batch, batch))
                     if len(futures) > threads + 1:
                         yield from futures.popleft().result()
@@ -136,10 +134,7 @@ class LibraryTokenizer(Tokenizer):
         return self.decode(ids).encode("utf-8", "replace")
 
     def added_bytes(self, ids):
-        """List: bytes that each id of a document adds to the text of the ids before it.
-
-        A character counts for its last id.
-        """
+        """List: bytes that each id of a document adds to the text; a character's at its last id."""
         decoder = self.stream_decoder()
         sizes = [len(decoder.feed(i).encode("utf-8", "replace")) for i in ids]
         sizes[-1] += len(self.decode_bytes(ids)) - sum(sizes)  # a held-back U+FFFD
@@ -203,10 +198,8 @@ def train_bpe(texts, vocab_size):
 
 
 def _chunks(text):
-    """Yield `text` in chunks that begin with white space: no GPT-2 pre-token spans two of them.
-
-    Only a text that has none for some `_LONGEST` characters is cut elsewhere.
-    """
+    """Yield `text` in chunks that begin with white space: no GPT-2 pre-token spans two of them,
+    unless a text has none for some `_LONGEST` characters."""
     start = 0
     while len(text) - start > _CHUNK:
         match = _BEFORE_SPACE.search(text, start + _CHUNK, start + _LONGEST)
@@ -215,18 +208,6 @@ def _chunks(text):
         start = stop
     if start < len(text):
         yield text[start:]
-
-
-def _batches(documents):
-    """Yield lists of documents that have at least `_BATCH` bytes together."""
-    batch, size = [], 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.data)
-        if size >= _BATCH:
-            yield batch
-            batch, size = [], 0
-    yield batch
 
 
 @contextlib.contextmanager
@@ -243,10 +224,8 @@ def _serial_library():
 
 
 def byte_of_character():
-    """{character in a byte-level token: byte}.
-
-    Printable bytes of Latin-1 stand for themselves; the others, in order, are U+0100 and up.
-    """
+    """{character in a byte-level token: byte}: printable ones of Latin-1 stand for themselves, the
+    others, in order, are U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unprintable = [b for b in range(256) if b not in set(printable)]
     table = {chr(b): b for b in printable}
@@ -262,10 +241,7 @@ def _pre_tokenizers(settings):
 
 
 def _check_alphabet(settings):
-    """UsageError for a byte-level BPE file that lacks bytes and has no unknown token.
-
-    The library would drop these bytes of the text.
-    """
+    """UsageError for a byte-level BPE file that lacks bytes, which the library would drop."""
     model = settings["model"]
     byte_level = any(each["type"] == "ByteLevel" for each in _pre_tokenizers(settings))
     if model["type"] != "BPE" or not byte_level or model["unk_token"] or model["byte_fallback"]:
@@ -286,26 +262,24 @@ def _missing_bytes(model):
 
 
 def _byte_level_table(settings, vocabulary, added, size):
-    """The bytes of every id, or None.
-
-    None if ids do not stand for exactly the bytes of the text, as with another decoder, a prefix
-    space, dropped spaces, an unknown token, or an added token that strips spaces.
-    """
+    """The bytes of every id; None if ids do not stand for exactly the bytes of the text, as with
+    another decoder, a prefix space, dropped spaces, or an added token that strips spaces."""
     # NFC composes characters of the text; the bytes are those of the composed ones.
     normalizer, decoder = settings["normalizer"] or {"type": "NFC"}, settings["decoder"]
-    if normalizer["type"] != "NFC" or not decoder or decoder["type"] != "ByteLevel":
-        return None
-    if settings["model"]["type"] != "BPE" or _missing_bytes(settings["model"]):
-        return None
     pre_tokenizers = _pre_tokenizers(settings)
     types = [each["type"] for each in pre_tokenizers]
-    if types.count("ByteLevel") != 1 or not _KEEP_TEXT.issuperset(types):
-        return None
-    if any(each.get("behavior") == "Removed" for each in pre_tokenizers):
-        return None
-    if any(each.get("add_prefix_space") for each in pre_tokenizers):
-        return None
-    if any((token.lstrip or token.rstrip) and not token.special for token in added.values()):
+    if (
+        normalizer["type"] != "NFC"
+        or not decoder
+        or decoder["type"] != "ByteLevel"
+        or settings["model"]["type"] != "BPE"
+        or _missing_bytes(settings["model"])
+        or types.count("ByteLevel") != 1
+        or not _KEEP_TEXT.issuperset(types)
+        or any(each.get("behavior") == "Removed" for each in pre_tokenizers)
+        or any(each.get("add_prefix_space") for each in pre_tokenizers)
+        or any((token.lstrip or token.rstrip) and not token.special for token in added.values())
+    ):
         return None
     byte_of = byte_of_character()
     table = [b""] * size

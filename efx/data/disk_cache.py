@@ -40,9 +40,6 @@ def cached_folder(root, kind, key, build):
     """The folder `root/kind/key`, built by `build(folder)` if it is absent.
 
     Of several processes one builds and the others wait; without file locks each builds its own.
-
-    Raises:
-      UsageError: the cache cannot be written.
     """
     folder = root / kind / key
     if folder.exists():
@@ -113,11 +110,7 @@ def remember(root, key, compute):
 
 
 def remember_for_files(root, paths, quantity, compute):
-    """`compute()` about files; remembered, if they are large together, until one changes.
-
-    Args:
-      quantity: JSON-able name of the value.
-    """
+    """`compute()`, the `quantity` of files; remembered, if they are large, until one changes."""
     stats = [(os.path.abspath(path), os.stat(path)) for path in paths]
     if sum(stat.st_size for _, stat in stats) < _REMEMBER_FROM:
         return compute()

@@ -8,12 +8,15 @@ decision as plain data:
     {"documents": [hash of each document]}            split="documents"
     {"shards": hash}                                  shards for evaluation
 
-It holds for every text that still has this text in this place, or these documents. Documents that
-are exactly equal to a held-out one, or to one of which a part is held out, are not trained on.
+It holds for every text that still has this text in this place, or these documents.
 
-All functions take the ROWs of a text, see `shards`.
+Two things are not trained on: documents with the hash of one that is held out, here or in another
+text; and ranges of bytes that are copies of held-out text but no whole documents (`find_copies`).
+
+All functions but this one take the ROWs of a text, see `shards`.
 """
 
+import itertools
 import json
 
 import numpy as np
@@ -31,14 +34,16 @@ CUT_OUT_BYTES = range(64, 1 << 26)
 
 
 class Documents:
-    """The documents of a text.
+    """The documents of a text that is cut where its tail begins, if that is held out.
 
     Attributes:
       row: int64[rows], the document that each row is in.
-      digests: V16[n]. sizes: int64[n], their bytes.
+      digests: V16[n]; both halves of the document in which the tail begins have that of the whole.
+      is_half: bool[n], whether a document is one of these halves.
+      sizes: int64[n], their bytes.
     """
 
-    def __init__(self, rows):
+    def __init__(self, rows, decision=None):
         is_first = np.append(True, rows["flags"][:-1] & ENDS > 0)[: len(rows)]
         first = np.flatnonzero(is_first)
         self.row = np.cumsum(is_first) - 1
@@ -48,20 +53,20 @@ class Documents:
         for number in np.flatnonzero(stops - first > 1):  # pieces of a long one
             pieces = rows["digest"][first[number] : stops[number]]
             self.digests[number] = np.void(document_digest(pieces.tobytes()))
+        self.is_half = np.zeros(len(first), bool)
+        if decision and decision.get("first"):
+            last = np.searchsorted(np.cumsum(rows["bytes"]), decision["tail"][0])
+            self.is_half[self.row[last : last + 2]] = True
+            self.digests[self.is_half] = np.void(bytes.fromhex(decision["first"]))
 
 
-def choose_tail(name, read_rows, content, eval_fraction):
-    """Train on the first int((1 - eval_fraction) * n) of n characters, hold out the others.
+def choose_tail(name, rows, content, eval_fraction):
+    """Decision to train on the first int((1 - eval_fraction) * n) of n characters.
 
     Args:
       name: of the text, for messages.
-      read_rows: function that returns the ROWs of the text.
       content: function from the number of a row to its bytes, or to its ids.
-
-    Returns:
-      The decision, see above.
     """
-    rows = read_rows()
     counts, ends = np.cumsum(rows["characters"]), np.cumsum(rows["bytes"])
     total = int(rows["characters"].sum())
     remaining = int((1 - eval_fraction) * total)
@@ -70,7 +75,7 @@ def choose_tail(name, read_rows, content, eval_fraction):
             f"config.data.eval_fraction={eval_fraction}: a split of {name} ({total} characters) "
             "is empty; use another fraction or a longer text"
         )
-    row, digest = int(np.searchsorted(counts, remaining)), b""
+    row, digest, first = int(np.searchsorted(counts, remaining)), b"", ""
     start, remaining = int(ends[row]), remaining - int(counts[row])  # characters before the end
     if remaining:
         data = content(row)
@@ -79,19 +84,16 @@ def choose_tail(name, read_rows, content, eval_fraction):
             begins = (np.frombuffer(data, np.uint8) & 0xC0) != 0x80
             offset = int(np.flatnonzero(begins)[remaining])
         start += offset - len(data)
-        digest = document_digest(data[offset:])
+        digest, documents = document_digest(data[offset:]), Documents(rows)
+        first = documents.digests[documents.row[row]].tobytes().hex()
     digests = digest + rows["digest"][row + 1 :].tobytes()
-    documents = Documents(rows)
-    return {
-        "tail": [start, int(ends[-1])],
-        "sum": document_digest(digests).hex(),
-        "first": documents.digests[documents.row[row]].tobytes().hex() if digest else "",
-    }
+    tail = [start, int(ends[-1])]
+    return {"tail": tail, "sum": document_digest(digests).hex(), "first": first}
 
 
 def choose_documents(name, rows, eval_fraction):
-    """Hold out whole documents, in the order of their hashes, until their bytes come nearest to
-    eval_fraction of all. Documents with the same text are on the same side."""
+    """Decision to hold out whole documents, in the order of their hashes, until their bytes come
+    nearest to eval_fraction of all; at least one, and never all. Equal documents count as one."""
     documents = Documents(rows)
     digests, number = np.unique(documents.digests, return_inverse=True)
     if np.any(rows["flags"] & NO_TEXT) or len(digests) < 2:
@@ -100,30 +102,21 @@ def choose_documents(name, rows, eval_fraction):
             "least 2 with text are needed; use config.data.split=tail, or cut documents with "
             "config.data.document_bytes"
         )
-    picked = _pick(np.bincount(number, documents.sizes).astype(np.int64), eval_fraction)
+    sizes = np.bincount(number, documents.sizes).astype(np.int64)
+    target, picked_bytes, picked = eval_fraction * int(sizes.sum()), 0, []
+    for index in np.flatnonzero(sizes <= target).tolist():
+        size = int(sizes[index])
+        stopping_is_nearer = picked_bytes + size - target > target - picked_bytes
+        if stopping_is_nearer or len(picked) == len(sizes) - 1:
+            break
+        picked.append(index)
+        picked_bytes += size
+    picked = picked or [int(np.argmin(sizes))]
     return {"documents": [digests[i].tobytes().hex() for i in picked]}
 
 
-def _pick(sizes, eval_fraction):
-    """Indices of the documents to hold out: at least one, and never all.
-
-    Args:
-      sizes: bytes of different documents, in the order of their hashes.
-    """
-    target, picked_bytes, picked = eval_fraction * int(sizes.sum()), 0, []
-    for index in np.flatnonzero(sizes <= target).tolist():
-        if len(picked) == len(sizes) - 1:
-            break
-        size = int(sizes[index])
-        if picked_bytes + size - target > target - picked_bytes:
-            break  # stopping short is nearer
-        picked.append(index)
-        picked_bytes += size
-    return picked or [int(np.argmin(sizes))]
-
-
 def choose_shards(rows, is_evaluation):
-    """Hold out the shards for evaluation; is_evaluation: bool[n]."""
+    """Decision to hold out the shards for evaluation; is_evaluation: bool[n]."""
     return {"shards": document_digest(rows["digest"][is_evaluation].tobytes()).hex()}
 
 
@@ -143,59 +136,78 @@ def held_out_rows(name, rows, decision, is_evaluation):
     Raises:
       UsageError: the text that was held out is no longer there unchanged.
     """
-    decision = decision or {}
+    decision, problem = decision or {}, ""
+    is_held_out = is_evaluation
     if "tail" in decision:
-        is_held_out = is_between(rows, *decision["tail"])
-        if document_digest(rows["digest"][is_held_out].tobytes()).hex() != decision["sum"]:
-            start, stop = decision["tail"]
-            _refuse_changed(name, f"its held-out text from {start} to {stop} has changed")
-        return is_held_out | is_evaluation
-    if "documents" in decision:
-        documents = Documents(rows)
-        digests = np.frombuffer(bytes.fromhex("".join(decision["documents"])), "V16")
-        if missing := len(digests) - int(np.isin(digests, documents.digests).sum()):
-            problem = f"{missing} of its {len(digests)} held-out documents were removed or changed"
-            _refuse_changed(name, f"{problem} in length")
-        return np.isin(documents.digests, digests)[documents.row]
-    if decision and choose_shards(rows, is_evaluation) != decision:
-        _refuse_changed(name, "the evaluation shards have changed")
-    return is_evaluation
+        start, stop = decision["tail"]
+        is_tail = is_between(rows, start, stop)
+        if document_digest(rows["digest"][is_tail].tobytes()).hex() != decision["sum"]:
+            problem = f"its held-out text from {start} to {stop} has changed"
+        is_held_out = is_tail | is_evaluation
+    elif "documents" in decision:
+        documents, digests = Documents(rows), from_hex(decision["documents"])
+        if missing := int((~np.isin(digests, documents.digests)).sum()):
+            problem = (
+                f"{missing} of its {len(digests)} held-out documents were removed or changed in "
+                "length"
+            )
+        is_held_out = np.isin(documents.digests, digests)[documents.row]
+    elif decision and choose_shards(rows, is_evaluation) != decision:
+        problem = "the evaluation shards have changed"
+    if problem:
+        raise UsageError(
+            f"{name}: the earlier split cannot be kept: {problem}. Only append text to the "
+            "old one (new files of a folder sort last) or add documents; restore the old text, or "
+            "use another --workdir"
+        )
+    return is_held_out
 
 
-def held_out_digests(rows, decision, is_held_out):
-    """V16 array: digests of the documents of which at least a part is held out."""
-    documents, first = Documents(rows), _first(decision)
-    numbers = np.unique(documents.row[is_held_out])
-    # The second half of the first document does not count by itself.
-    return np.concatenate([documents.digests[numbers[len(first) :]], first])
+def from_hex(digests):
+    """V16[n] of digests in hexadecimal."""
+    return np.frombuffer(bytes.fromhex("".join(digests)), "V16")
 
 
-def _first(decision):
-    """V16[1]: digest of the document in which the tail begins; V16[0] if there is none."""
-    return np.frombuffer(bytes.fromhex((decision or {}).get("first", "")), "V16")
+# ---- copies --------------------------------------------------------------------------------------
 
 
-def copies(rows, digests, decision=None):
-    """bool[n]: the rows of documents with one of the V16 `digests`; before the tail also those of
-    the document in which it begins."""
-    documents = Documents(rows)
-    is_copy = np.isin(documents.digests, digests)
-    if np.isin(_first(decision), digests).any():
-        ends = np.cumsum(rows["bytes"])
-        is_copy[documents.row[np.searchsorted(ends, decision["tail"][0])]] = True
-    return is_copy[documents.row]
+def find_copies(text, sets, max_bytes):
+    """Ranges of a text that are copies of text in `sets`, but no whole documents of them.
+
+    A set of a single document of CUT_OUT_BYTES is searched for in all documents. A document that
+    `max_bytes` cut is a copy if a document of a set begins with it.
+
+    Args:
+      text: Source. sets: list of Source.
+
+    Returns:
+      List of [first, last-plus-one byte of the text].
+    """
+    single = list(filter(None, map(_single_document, sets)))
+    if not (single or max_bytes):
+        return []
+    longest = max(map(len, single), default=1)
+    ranges, cut, overlap, begin, stop = [], [], b"", 0, 0
+    for document in text.documents():
+        data, start = overlap + document.data, stop - len(overlap)
+        stop += len(document.data)
+        for other in single:
+            index = data.find(other)
+            while index >= 0:
+                ranges.append([start + index, start + index + len(other)])
+                index = data.find(other, index + len(other))
+        if document.is_cut:
+            cut.append((document.data, [begin, stop]))
+        # Held-out text may begin in this piece and end in the next one of the same document.
+        overlap = b"" if document.ends else data[max(0, len(data) - longest + 1) :]
+        begin = stop if document.ends else begin
+    for other in itertools.chain.from_iterable(each.documents() for each in sets) if cut else ():
+        ranges += [found for data, found in cut if other.data.startswith(data)]
+    return ranges
 
 
-def _refuse_changed(name, problem):
-    raise UsageError(
-        f"{name}: the earlier split cannot be kept: {problem}. Only append text to the "
-        "old one (new files of a folder sort last) or add documents; restore the old text, or "
-        "use another --workdir"
-    )
-
-
-def single_document(source):
-    """The bytes of the only document of a source; None if there are more, or of another length
+def _single_document(source):
+    """The bytes of the only document of a Source; None if there are more, or of another length
     than CUT_OUT_BYTES."""
     pieces, size = [], 0
     for document in source.documents():
@@ -206,32 +218,6 @@ def single_document(source):
     return b"".join(piece.data for piece in pieces) if size in CUT_OUT_BYTES else None
 
 
-def find_copies(documents, texts):
-    """Where `texts` occur in documents.
-
-    Args:
-      documents: iterable of `sources.Document`.
-      texts: bytes, of a length in CUT_OUT_BYTES.
-
-    Returns:
-      List of [first and last-plus-one byte], counted from the first byte of the first document.
-    """
-    ranges, stop, overlap, begin = [], 0, b"", 0
-    longest = max(map(len, texts))
-    for document in documents:
-        data = overlap + document.data
-        for text in texts:
-            index = data.find(text)
-            while index >= 0:
-                ranges.append([begin + index, begin + index + len(text)])
-                index = data.find(text, index + len(text))
-        stop += len(document.data)
-        # A text may begin in this piece and end in the next one, but not in another document.
-        overlap = b"" if document.ends else data[-(longest - 1) :]
-        begin = stop - len(overlap)
-    return ranges
-
-
 # ---- a list of training documents ----------------------------------------------------------------
 
 
@@ -240,14 +226,10 @@ class Subset:
 
     The held-out text stays the same. A run needs only this file and the corpus, so it can be on any
     machine that has both (an expert of cBTM is such a run).
-
-    Attributes:
-      digests: their `document_digest`s, in hexadecimal.
-      key: hash of the list.
     """
 
     def __init__(self, digests):
-        self.digests = frozenset(digests)
+        self.digests = frozenset(digests)  # in hexadecimal
         self.key = content_key(sorted(self.digests))
 
     def to_json(self):
@@ -273,21 +255,17 @@ class Subset:
         return subset
 
     def select(self, rows, is_trained):
-        """bool[n]: the rows of listed documents.
-
-        Args:
-          is_trained: bool[n], rows that may be trained on.
+        """bool[n]: those of the rows `is_trained` that are of listed documents.
 
         Raises:
           UsageError: a listed document is not there.
         """
-        documents = Documents(rows)
-        listed = np.frombuffer(bytes.fromhex("".join(sorted(self.digests))), "V16")
-        trained = np.unique(documents.digests[documents.row[is_trained]])
-        if missing := len(listed) - int(np.isin(listed, trained).sum()):
+        documents, listed = Documents(rows), from_hex(self.digests)
+        trained = documents.digests[documents.row[is_trained]]
+        if missing := int((~np.isin(listed, trained)).sum()):
             raise UsageError(
                 f"config.data.subset: {missing} of its {len(self.digests)} documents are "
                 "not training documents here; use the config.data settings of its clustering, "
                 "or run --mode=cluster again"
             )
-        return is_trained & copies(rows, listed)
+        return is_trained & np.isin(documents.digests, listed)[documents.row]

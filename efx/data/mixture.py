@@ -52,11 +52,7 @@ def permuted(positions, count, *key):
 
 
 def random_starts(length, seq_len, seed):
-    """Function of row indices: first tokens of windows that start anywhere (as in nanoGPT).
-
-    Args:
-      seed: tuple of natural numbers.
-    """
+    """Function of row indices: first tokens of windows that start anywhere (as in nanoGPT)."""
     return lambda indices: (mixed(*seed, indices) % np.uint64(length - seq_len)).astype(np.int64)
 
 
@@ -68,7 +64,8 @@ def shuffled_rows(count, seed):
 def shuffled_starts(length, seq_len, seed):
     """Function of row indices: first tokens of adjacent windows, each once an epoch, from another
     offset every epoch."""
-    count = windows_of_epoch(length, seq_len)
+    # One window fewer than would fit, so that every offset up to seq_len is possible.
+    count = max(1, length // seq_len - 1)
     offsets = np.uint64(min(seq_len, length - count * seq_len))
     order = shuffled_rows(count, seed)
 
@@ -77,11 +74,6 @@ def shuffled_starts(length, seq_len, seed):
         return offset.astype(np.int64) + order(indices) * seq_len
 
     return starts
-
-
-def windows_of_epoch(length, seq_len):
-    """One window fewer than would fit, so that every offset up to seq_len is possible."""
-    return max(1, length // seq_len - 1)
 
 
 class Mixture:

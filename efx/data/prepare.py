@@ -22,16 +22,13 @@ log = logging.getLogger("efx")
 
 def arguments_of(argv):
     """(DataConfig, (I, N) of --shard) of a command line; None after --help."""
-    shard, others = (1, 1), []
-    for argument in argv:
-        name, _, value = argument.partition("=")
-        if name != "--shard":
-            others.append(argument)
-            continue
-        match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", value)
+    shard = (1, 1)
+    for argument in [each for each in argv if each.startswith("--shard=")]:
+        match = re.fullmatch(r"--shard=([0-9]{1,6})/([0-9]{1,6})", argument)
         shard = (int(match[1]), int(match[2])) if match else (0, 0)
         if not 1 <= shard[0] <= shard[1]:
             raise UsageError(f"{argument}: expected --shard=I/N with I in 1..N, as in --shard=3/16")
+    others = [each for each in argv if not each.startswith("--shard=")]
     values = parse(others, usage=__doc__)
     return values and (to_config(values.config).data, shard)
 

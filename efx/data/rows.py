@@ -126,14 +126,9 @@ def size_of_text(path):
 def fetch(name, argument, text_key, max_bytes, root):
     """The path of a JSON lines file with the texts of a data set that the `datasets` library finds.
 
-    The train split is streamed into the cache once, up to `max_bytes` bytes (0: all of it). It is
-    streamed again if its files change; those of the hub have the revision in their address.
-
-    Args:
-      argument: NAME or NAME:CONFIG.
-
-    Raises:
-      TransientError: the network failed; the library has retried.
+    The train split of NAME or NAME:CONFIG is streamed into the cache once, up to `max_bytes` bytes
+    (0: all of it). It is streamed again if its files change; those of the hub have the revision in
+    their address. TransientError if the network failed; the library has retried.
     """
     datasets = _import(name, "datasets", "hf")
     dataset, _, variant = argument.partition(":")

@@ -46,11 +46,11 @@ _HEADER_BYTES = 256 * 4  # llm.c
 _MAGIC = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
 _NANOGPT = {"train.bin": "train", "val.bin": "eval"}
 _SPLIT_OF_WORD = {"train": "train", "val": "eval", "valid": "eval", "validation": "eval"}
-ENDS, LOST, CUT, NO_TEXT = 1, 2, 4, 8
+ENDS, LOST, NO_TEXT = 1, 2, 8
 # A document, or a piece of a long one: its tokens, and those in the file, with the end-of-document
 # id; bytes and characters of its text; its `document_digest`; flags: ENDS (the document ends here),
-# LOST (the tokenizer loses some of the text), CUT (config.data.max_bytes removed its end), NO_TEXT
-# (only ids are known: they are counted and hashed in place of bytes and characters).
+# LOST (the tokenizer loses some of the text), NO_TEXT (only ids are known: they are counted and
+# hashed in place of bytes and characters).
 ROW = np.dtype(
     [("tokens", "<i8"), ("stored", "<i8"), ("bytes", "<i8"), ("characters", "<i8"),
      ("digest", "V16"), ("flags", "u1")]
@@ -62,10 +62,10 @@ def token_dtype(vocab_size):
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
-def text_row(data, ends=True, is_cut=False):
+def text_row(data, ends=True):
     """The ROW of a text without tokens."""
-    flags = ENDS * ends | CUT * is_cut
-    return np.array((0, 0, len(data), count_characters(data), document_digest(data), flags), ROW)
+    characters = count_characters(data)
+    return np.array((0, 0, len(data), characters, document_digest(data), ENDS * ends), ROW)
 
 
 def count_characters(data):
@@ -79,25 +79,19 @@ def count_characters(data):
 class ShardWriter:
     """Collects documents and writes them as shards of a folder.
 
-    Args:
-      begins: whether the next piece begins a document.
-
     Attributes:
       rows, tokens: list of ROW and number of tokens that are collected and not written yet.
     """
 
     def __init__(self, folder, tokenizer, begins=True):
         self._folder, self._tokenizer = folder, tokenizer
+        # Whether the next piece begins a document.
         self._dtype, self._begins = token_dtype(tokenizer.vocab_size), begins
         self.rows, self._ids, self.tokens, self._lost = [], [], 0, ""
 
     def add(self, ids, row, name="", data=None):
-        """Add a document, or a piece of one.
-
-        Args:
-          ids: its encoding, without the tokenizer's `start`.
-          row: see `text_row`. name, data: of the text, to find text that the tokenizer loses.
-        """
+        """Add a document, or a piece of one: its encoding, without the tokenizer's `start`, and its
+        ROW. Its name and bytes are to find text that the tokenizer loses."""
         ids = np.asarray(ids)
         if len(ids) and not 0 <= ids.min() <= ids.max() < self._tokenizer.vocab_size:
             vocab_size = self._tokenizer.vocab_size
@@ -157,8 +151,7 @@ def write_token_shards(folder, tokenizer, train, heldout=(), shard_tokens=1 << 2
     """Write documents as token shards that `config.data.source=tokens:FOLDER` reads.
 
     Args:
-      folder: created if it does not exist; must not contain a meta.json.
-      tokenizer: an efx tokenizer.
+      folder: must not contain a meta.json.
       train, heldout: iterables of documents: str, bytes, or arrays of ids.
       shard_tokens: a document that starts after this many tokens starts a new file.
 
@@ -205,58 +198,43 @@ class Stream:
 
     def cut(self, start, stop):
         """List of arrays with the tokens start..stop-1; shares the memory."""
-        arrays, first = [], bisect.bisect_right(self.ends, start)
-        for array, end in zip(self.arrays[first:], self.ends[first:], strict=True):
-            begin = end - len(array)
-            if begin >= stop:
-                break
-            arrays.append(array[max(start - begin, 0) : stop - begin])
+        arrays, index = [], bisect.bisect_right(self.ends, start)
+        while start < stop:
+            array, end = self.arrays[index], self.ends[index]
+            arrays.append(array[len(array) - (end - start) :][: stop - start])
+            start, index = end, index + 1
         return arrays
-
-    def _copy(self, start, target):
-        """Copy the tokens from `start` on into the 1-D array `target`."""
-        index, copied = bisect.bisect_right(self.ends, start), 0
-        while copied < len(target):
-            array = self.arrays[index]
-            offset = start + copied - (self.ends[index] - len(array))
-            piece = array[offset : offset + len(target) - copied]
-            target[copied : copied + len(piece)] = piece
-            copied += len(piece)
-            index += 1
 
     def windows(self, starts, length):
         """int32[len(starts), length]: the tokens from each start on, all inside the stream."""
         rows = np.empty((len(starts), length), np.int32)
         for row, start in zip(rows, starts, strict=True):
-            self._copy(int(start), row)
+            position = 0
+            for array in self.cut(int(start), int(start) + length):
+                row[position : position + len(array)] = array
+                position += len(array)
         return rows
 
     def framed(self, start, stop, fill):
         """int32[stop - start]: tokens start..stop-1, `fill` before the first and after the last."""
         row = np.full(stop - start, fill, np.int32)
         first, last = max(start, 0), min(stop, len(self))
-        self._copy(first, row[first - start : last - start])
+        row[first - start : last - start] = self.windows([first], last - first)[0]
         return row
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenSplit:
-    """A split of a text as tokens.
+    """A split of a text as tokens."""
 
-    Attributes:
-      name: of its source, for messages.
-      stream: Stream.
-      spans: int64[n, 2], first and last-plus-one token of each document, or piece of one; None if
-        unknown.
-      begins: bool[n]: whether a document begins with the span.
-      loss: "" if decoding the tokens gives the text back; otherwise a description of the first
-        lost text; None if there is no text to compare.
-    """
-
-    name: str
+    name: str  # of its source, for messages
     stream: Stream
+    # int64[n, 2], first and last-plus-one token of each document, or piece of one; bool[n], whether
+    # a document begins with it. None if unknown.
     spans: object = None
     begins: object = None
+    # "" if decoding the tokens gives the text back, else a description of the first lost text; None
+    # if there is no text to compare.
     loss: str | None = None
 
     def documents(self, eot):
@@ -314,14 +292,9 @@ class _Shard:
 class TokenShards:
     """The shards of a folder, or those that match a pattern, memory-mapped.
 
-    Args:
-      name: the setting and its value, for messages.
-      where: folder or pattern, on a disk or in an object store.
-      root: cache folder.
-
     Attributes:
       rows: ROW[n] of all documents, in order; of shards of other projects, each is one row.
-      tokenizer: the one that made them, None if it is unknown. `select` needs one.
+      tokenizer: the one that made them, None if it is unknown; it is in `tokenizer_path`.
       is_cut: whether config.data.max_bytes left out text when they were made.
     """
 
@@ -356,9 +329,10 @@ class TokenShards:
             raise UsageError(f"{name}: the shards have no tokens")
         self.stream = Stream([shard.ids for shard in self._shards])
         self.rows = self._read_rows() if self._meta else self._rows_of_shards()
-        self.is_cut = bool(self._meta and self._meta["is_cut"])
-        stored = self.folder / "tokenizer.json"
-        self.tokenizer = load_tokenizer(stored) if stored.exists() else None
+        self.is_cut = bool(self._meta and self._meta.get("is_cut"))
+        self.tokenizer_path, self.tokenizer = self.folder / "tokenizer.json", None
+        if self.tokenizer_path.exists():
+            self.tokenizer = load_tokenizer(self.tokenizer_path)
 
     def _read_meta(self):
         """The contents of meta.json, None without one."""
@@ -375,7 +349,7 @@ class TokenShards:
                     raise ValueError(f"{shard['file']!r} is not the name of a file in this folder")
                 if shard["split"] not in ("train", "eval", None) or int(shard["tokens"]) < 0:
                     raise ValueError(f"shard {shard}")
-            return {"is_cut": False, "eot": None} | meta
+            return meta
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(
                 f"{self.name}: {path} is not an {FORMAT} version {VERSION} description"
@@ -483,11 +457,7 @@ class TokenShards:
             self.rows[key] = self.rows["stored"]
 
     def cut_at(self, offsets):
-        """Cut rows in two, after `count_in_ids`.
-
-        Args:
-          offsets: set of positions in all ids.
-        """
+        """Cut rows in two at some positions in all ids, after `count_in_ids`."""
         for offset in sorted(offsets):
             ends = np.cumsum(self.rows["stored"])
             row = int(np.searchsorted(ends, offset))

@@ -58,8 +58,6 @@ _STDLIB_SKIPPED_FOLDERS = {
     "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib-dynload",
 }  # fmt: skip
 _STDLIB_SKIPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
-_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")  # first bytes of gzip, zstd, zip
-
 
 PIECE_BYTES = 1 << 20  # longer documents are read and encoded in pieces
 _PART_BYTES = 1 << 28  # files are read, and tokenised, in parts of this size
@@ -68,21 +66,13 @@ _FORMAT = 1  # raise it when documents are cut elsewhere
 
 @dataclass(frozen=True)
 class Document:
-    """A text, or a piece of a long one.
+    """A text, or a piece of a long one."""
 
-    Attributes:
-      name: file and line or the like, for messages.
-      data: bytes of the text, at least one.
-      ends: whether the document ends here; the next piece continues it otherwise.
-      is_cut: whether config.data.max_bytes removed its end.
-      component: the source of `mix:` that the document is from; only reports read it.
-    """
-
-    name: str
-    data: bytes
-    ends: bool = True
-    is_cut: bool = False
-    component: str = ""
+    name: str  # file and line or the like, for messages
+    data: bytes  # at least one
+    ends: bool = True  # whether the document ends here; the next piece continues it otherwise
+    is_cut: bool = False  # whether config.data.max_bytes removed its end
+    component: str = ""  # the source of `mix:` that it is from; only reports read it
 
     @property
     def text(self):
@@ -91,32 +81,20 @@ class Document:
 
 @dataclass(frozen=True)
 class Part:
-    """Documents that are read one after another.
+    """Documents that are read one after another."""
 
-    Attributes:
-      documents: function that returns an iterator over the Documents.
-      size: their bytes, roughly.
-    """
-
-    documents: Callable
-    size: int
+    documents: Callable  # returns an iterator over the Documents
+    size: int  # their bytes, roughly
 
 
 @dataclass(frozen=True)
 class Source:
-    """A sequence of documents.
+    """A sequence of documents."""
 
-    Attributes:
-      name: the setting and its value, for messages.
-      identity: hash of the documents and their order when the source was opened.
-      current_identity: function that returns it anew.
-      parts: list of Part; each can be read without those before it.
-    """
-
-    name: str
-    identity: str
-    current_identity: Callable
-    parts: list
+    name: str  # the setting and its value, for messages
+    identity: str  # hash of the documents and their order when the source was opened
+    current_identity: Callable  # returns it anew
+    parts: list  # of Part; each can be read without those before it
 
     def documents(self):
         """Iterator over all Documents."""
@@ -131,11 +109,7 @@ class Source:
             )
 
     def cut_at(self, offsets):
-        """The source as one part, whose documents end at some bytes of the text, too.
-
-        Args:
-          offsets: set, counted from the first byte of the first document.
-        """
+        """The source as one part, whose documents end at some bytes of the text, too."""
         edges = sorted(offsets)
 
         def documents():
@@ -158,11 +132,7 @@ class Source:
 
 
 def parse(spec, key="config.data.source"):
-    """Split a source's setting into (kind, argument).
-
-    Raises:
-      UsageError: unknown kind (names the nearest), or no argument where one is needed.
-    """
+    """Split a source's setting into (kind, argument); UsageError if it has no such form."""
     kind, _, argument = str(spec).partition(":")
     if kind not in _FORMS:
         hint = nearest(kind, _FORMS)
@@ -190,16 +160,14 @@ def _components(spec, key):
     return components
 
 
-def open_source(spec, setting, config_data, root, max_bytes=0):
-    """The source that a setting names.
+def open_source(spec, setting, c, root, max_bytes=0):
+    """The source that a setting, "config.data.source" for example, names.
 
     Args:
-      spec, setting: value and name of the setting, "config.data.source" for example.
-      config_data: for its text_key and document_bytes.
-      root: the cache folder.
+      c: DataConfig. root: the cache folder.
       max_bytes: limit of the source, of each one with `mix:`; 0: none.
     """
-    c, name = config_data, f"{setting}={spec!r}"
+    name = f"{setting}={spec!r}"
     components = _components(spec, setting)
     # The standard library contains the language reference; it is read once, or only held out.
     named = {part for key, value in c.specs().items() for part in _components(value, key)}
@@ -209,7 +177,7 @@ def open_source(spec, setting, config_data, root, max_bytes=0):
         identity, files = _files(name, component, c.text_key, max_bytes, root, skipped)
         identities.append(identity)
         label = component if len(components) > 1 else ""
-        for group in [files] if max_bytes else _grouped(files):
+        for group in [files] if max_bytes else grouped(files, lambda file: file[0], _PART_BYTES):
             arguments = name, group, max_bytes, c.document_bytes, label
             size = sum(size for size, _ in group)
             parts.append(
@@ -225,8 +193,8 @@ def open_source(spec, setting, config_data, root, max_bytes=0):
 
 
 def _files(name, spec, text_key, max_bytes, root, skipped):
-    """(function that returns a hash, [(bytes of a file's text, roughly, function that yields (name,
-    blocks of bytes) of each document in it)]) of a source."""
+    """(function that returns a hash, [(size, read)]) of a source: for each file the bytes of its
+    text, roughly, and a function that yields (name, blocks of bytes) of each document in it."""
     kind, argument = parse(spec)
     if kind == "pydoc":
         topics = _language_reference(name)
@@ -257,13 +225,13 @@ def _files(name, spec, text_key, max_bytes, root, skipped):
     return lambda: content_key(kind, text_key, file_digests(root, paths)), files
 
 
-def _grouped(files):
-    """Yield lists of consecutive (size, file) that have some `_PART_BYTES` together."""
+def grouped(items, size_of, limit):
+    """Yield lists of consecutive items that have some `limit` bytes together."""
     group, total = [], 0
-    for file in files:
-        group.append(file)
-        total += file[0]
-        if total >= _PART_BYTES:
+    for item in items:
+        group.append(item)
+        total += size_of(item)
+        if total >= limit:
             yield group
             group, total = [], 0
     if group:
@@ -271,10 +239,7 @@ def _grouped(files):
 
 
 def _documents(name, files, max_bytes, document_bytes, component):
-    """Yield the Documents of `_files`.
-
-    Args:
-      max_bytes: limit of all documents together; 0: none.
+    """Yield the Documents of `_files`, up to `max_bytes` bytes of all together (0: no limit).
 
     A document is cut into documents of at most `document_bytes` bytes (0: never), after a line if
     one ends in the second half, and never inside a character. If max_bytes cuts it, that holds for
@@ -290,7 +255,7 @@ def _documents(name, files, max_bytes, document_bytes, component):
 
     with readable(name):
         for document_name, blocks in itertools.chain.from_iterable(read() for _, read in files):
-            buffer, offset, is_cut = b"", 0, False
+            buffer, piece_name, offset, is_cut = b"", document_name, 0, False
             for block in _without_mark(blocks):
                 is_cut = len(block) > remaining
                 buffer, start = buffer + block[:remaining], 0
@@ -299,24 +264,19 @@ def _documents(name, files, max_bytes, document_bytes, component):
                     buffer = trim_partial_utf8(buffer)
                 while len(buffer) - start > size:
                     stop = start + length(buffer, start)
-                    yield Document(
-                        _piece_name(document_name, offset), buffer[start:stop],
-                        bool(document_bytes), False, component,
-                    )  # fmt: skip
+                    ends = document_bytes > 0
+                    yield Document(piece_name, buffer[start:stop], ends, component=component)
                     start, offset = stop, offset + stop - start
+                    piece_name = f"{document_name} from byte {offset}"
                 buffer = buffer[start:]
                 if is_cut:
                     break
             if is_cut and document_bytes:
                 buffer = buffer[: length(buffer, 0)]
             if buffer:
-                yield Document(_piece_name(document_name, offset), buffer, True, is_cut, component)
+                yield Document(piece_name, buffer, True, is_cut, component)
             if remaining <= 0:
                 return
-
-
-def _piece_name(name, offset):
-    return f"{name} from byte {offset}" if offset else name
 
 
 def _without_mark(blocks):
@@ -347,15 +307,11 @@ def _read_text(name, path):
         offset = 0
         with open(path, "rb") as file:
             while block := file.read(PIECE_BYTES):
-                if not offset and block.startswith(_COMPRESSED) and b"\0" in block:
-                    raise UsageError(
-                        f"{name}: {path} is compressed; decompress it (only jsonl: reads "
-                        "compressed files)"
-                    )
                 if b"\0" in block:
                     raise UsageError(
-                        f"{name}: {path} is binary (a NUL at byte {offset + block.index(0)}), not "
-                        "text; select the text files, for example with a glob"
+                        f"{name}: {path} is binary or compressed (a NUL at byte "
+                        f"{offset + block.index(0)}), not text; decompress it (only jsonl: reads "
+                        "compressed files), or select the text files with a glob"
                     )
                 yield block
                 offset += len(block)
@@ -402,15 +358,11 @@ def check_present(spec, key):
 
 
 def find_files(name, argument, root):
-    """The files that a path, folder or glob names, sorted; hidden ones are left out.
+    """The files, at least one, that a path, folder or glob names, sorted, without hidden ones.
 
     Args:
-      name: the setting and its value, for messages.
       argument: if it is the name of an existing file, it names this file alone.
       root: cache folder, for copies of the files of an object store.
-
-    Returns:
-      Their paths, at least one.
     """
     if io.is_remote(argument):
         return fetch_files(name, argument, root)
@@ -451,11 +403,8 @@ def _distinct_files(name, paths, root):
 def fetch_files(name, address, root):
     """Copy the files at an address of an object store into the cache, unless it has them.
 
-    Args:
-      address: of a file, of a folder, or a pattern.
-
-    Returns:
-      Paths of the copies, in the order of the files. A copy is named by its quoted relative path.
+    The address may be a folder or a pattern. Returns the paths of the copies, in the order of the
+    files. A copy is named by its quoted relative path.
     """
     import fsspec
 
@@ -508,13 +457,10 @@ def readable(name):
 
 def trim_partial_utf8(data):
     """`data` without the incomplete UTF-8 character that a cut may have left at its end."""
-    for trailing in range(1, min(4, len(data)) + 1):
-        byte = data[-trailing]
-        if byte & 0xC0 == 0x80:
-            continue
-        needed = 1 if byte < 0xC0 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-        return data[:-trailing] if needed > trailing else data
-    return data
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(data[-3:])
+    incomplete, _ = decoder.getstate()
+    return data[: len(data) - len(incomplete)]
 
 
 def document_digest(data):

@@ -8,9 +8,9 @@ import numpy as np
 from efx.config.run import DataConfig
 from efx.config.schema import make
 from efx.data import held_out, sources, tokenise, tokenizers
-from efx.data.batches import SPLIT_NAMES, Data, check_length
+from efx.data.batches import Data
 from efx.data.disk_cache import cache_root, content_key, remember
-from efx.data.shards import CUT, TokenShards, joined
+from efx.data.shards import TokenShards, joined
 from efx.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -39,37 +39,32 @@ def load(
         out again; a text that has changed is refused, but see config.data.on_change.
       is_recorded_text: whether `config_data` names the text of that run. If not, its text is split
         anew, unless its content is the run's.
-
-    Returns:
-      Data.
-
-    Raises:
-      UsageError: one line that names the key, value or file at fault.
     """
     c = make(DataConfig, config_data)
     texts = Texts(c, splits if tokenizer_path else SPLITS, text_record, is_recorded_text)
     tokenizer = texts.tokenizer(tokenizer_path)
-    token_splits = {
-        split: tokens
-        for split, tokens in texts.token_splits(tokenizer).items()
-        if split.partition("/")[0] in splits
-    }
-    for split, tokens in token_splits.items():
+    token_splits = {}
+    for split, tokens in texts.token_splits(tokenizer).items():
         kind = split.partition("/")[0]
+        if kind not in splits:
+            continue
+        token_splits[split] = tokens
         if kind == "eval" and tokens.loss and not c.lossy_tokenizer:
             raise UsageError(
                 f"{tokens.name}: config.data.tokenizer={c.tokenizer!r} loses text: {tokens.loss}; "
                 "use another tokenizer, or set config.data.lossy_tokenizer=True (then no bits per "
                 "byte are logged)"
             )
-        if not len(tokens.stream):
-            raise UsageError(
-                f"{tokens.name}: the {SPLIT_NAMES[kind]} has no tokens; use more text, or another "
-                "config.data.eval_source"
-            )
         # A text that is held out as a whole may be shorter than a row.
         is_whole = kind == "eval" and (c.eval_source or split != "eval")
-        check_length(1 if is_whole else c.seq_len, kind, tokens.name, len(tokens.stream))
+        needed = 2 if is_whole else c.seq_len + 1
+        if len(tokens.stream) < needed:
+            side = "training" if kind == "train" else "held-out"
+            raise UsageError(
+                f"config.data.seq_len={c.seq_len}: the {side} split of {tokens.name} has "
+                f"{len(tokens.stream)} tokens and needs {needed}; lower config.data.seq_len, or "
+                "use a longer text"
+            )
     subset = texts.subset and texts.subset.key
     key = content_key(texts.record, subset, tokenizer.fingerprint)
     data = Data(c, seed, tokenizer, token_splits, key)
@@ -103,6 +98,7 @@ class Text:
             self.source = sources.open_source(spec, setting, c, root, max_bytes)
         self.identity = (self.source or self.shards).identity
 
+    @property
     def rows(self):
         """ROW[n]; without tokens before the text is prepared."""
         if self.shards:
@@ -113,7 +109,7 @@ class Text:
 
     def is_evaluation(self):
         """bool[n]: whether a row is in a shard for evaluation."""
-        return self.shards.is_evaluation() if self.shards else np.zeros(len(self.rows()), bool)
+        return self.shards.is_evaluation() if self.shards else np.zeros(len(self.rows), bool)
 
     def content(self, row):
         """The bytes of a row before the text is prepared; of tokens its ids."""
@@ -123,24 +119,17 @@ class Text:
 
     def cut_at(self, offsets):
         """Let documents end at some bytes of the text, too; of tokens at some ids."""
-        if offsets and self.shards:
+        if self.shards:
             self.shards.cut_at(offsets)
         elif offsets:
             self.source, self._source_rows = self.source.cut_at(offsets), None
 
     def prepare(self, tokenizer, root, shard=(1, 1)):
-        """Tokenise the text, unless it is done; False if other machines have parts left.
-
-        Args:
-          shard: see `tokenise.prepare`.
-        """
+        """Tokenise the text, unless it is done; False if other machines have parts left."""
         if self.shards is None:
             folder = tokenise.prepare(self.source, tokenizer, root, shard)
-            if folder is None:
-                return False
-            self.shards = TokenShards(self.name, folder, root)
-        self.shards.tokenizer = tokenizer
-        return True
+            self.shards = folder and TokenShards(self.name, folder, root)
+        return self.shards is not None
 
 
 class Texts:
@@ -159,15 +148,11 @@ class Texts:
         is held out, see `held_out`, or None, "split_made_for": the content for which that was
         decided}}, "eval": {set: content}}.
       subset: the Subset that the training split is limited to, or None.
-
-    Raises:
-      UsageError: a text cannot be opened, or has changed.
     """
 
     def __init__(self, c, splits=SPLITS, text_record=None, is_recorded_text=True):
-        self._c, self._root, self._recorded = c, cache_root(c.cache_dir), text_record
-        self._is_recorded_text = is_recorded_text
-        self.parts, self.sets = {}, {}
+        self._c, self._root = c, cache_root(c.cache_dir)
+        self.parts, self.sets, self._copies = {}, {}, {}
         if splits:
             self.sets = {
                 name: Text(c, self._root, setting, spec)
@@ -178,116 +163,127 @@ class Texts:
                 name: Text(c, self._root, setting, spec, c.max_bytes)
                 for name, (setting, spec) in c.training_texts().items()
             }
+        recorded = text_record or {"train": {}, "eval": {}}
+        if is_recorded_text:
+            self._refuse_changes(recorded)
+        self._refuse_incomparable()
         self.record = {
-            "train": {name: {"content": part.identity} for name, part in self.parts.items()},
+            "train": {},
             "eval": {name: text.identity for name, text in self.sets.items()},
         }
-        if text_record and is_recorded_text:
-            self._refuse_changes()
-        self._refuse_incomparable()
-        self._copies = self._find_copies()
-        for name in self.parts:
-            self._open_split(name)
+        for name, part in self.parts.items():
+            decision = self._recorded_decision(part, recorded["train"].get(name), is_recorded_text)
+            self.record["train"][name] = {"content": part.identity} | decision
+            self._cut(name)
         self.subset = held_out.Subset.load(c.subset) if self.parts and c.subset else None
 
     def all(self):
         """List of the texts that were opened."""
         return [*self.parts.values(), *self.sets.values()]
 
-    def _refuse_changes(self):
+    def _refuse_changes(self, recorded):
         """UsageError if a text is not the one that the run recorded."""
         for kind, texts in (("train", self.parts), ("eval", self.sets)):
             for name, text in texts.items():
-                recorded = self._recorded[kind].get(name)
-                if recorded is None:
+                if name not in recorded[kind]:
                     continue  # another set, for --mode=evaluate
-                remedy = "restore the old text, or use another --workdir"
-                known = [recorded]
+                known, remedy = [recorded[kind][name]], ""
                 if kind == "train":
-                    known = [recorded["content"], recorded["split_made_for"]]
-                    if self._c.on_change == "keep_split":
-                        continue
-                    remedy += (
+                    known = [known[0]["content"], known[0]["split_made_for"]]
+                    remedy = (
                         ", or resume with --config.data.on_change=keep_split to keep the held-out "
                         "text and train on everything else"
                     )
-                if text.identity not in known:
+                is_kept = kind == "train" and self._c.on_change == "keep_split"
+                if text.identity not in known and not is_kept:
                     raise UsageError(
                         f"{text.name} has changed since the run started (content "
-                        f"{known[0][:8]} then, {text.identity[:8]} now): {remedy}"
+                        f"{known[0][:8]} then, {text.identity[:8]} now): restore the old text, or "
+                        f"use another --workdir{remedy}"
                     )
 
     def _refuse_incomparable(self):
         """UsageError if held-out text could be trained on unnoticed: text is not found in ids."""
-        held_out_texts = list(self.sets.values())
-        if not self._c.eval_source:
-            held_out_texts += self.parts.values()
-        for part, text in itertools.product(self.parts.values(), held_out_texts):
-            has_text = [each.source is not None or each.shards.has_text for each in (part, text)]
-            if has_text[0] != has_text[1]:
+        for part, text in itertools.product(self.parts.values(), self.all()):
+            if self._c.eval_source and text in self.parts.values():
+                continue
+            if _has_text(part) != _has_text(text):
                 raise UsageError(
                     f"{text.name} cannot be compared with {part.name}, since only one of them is "
                     "tokens, so held-out text could be trained on; use text or token shards for "
                     "both, or score it after training with --mode=evaluate"
                 )
 
-    def _open_split(self, name):
-        """Set the entries "held_out" and "split_made_for" of a part, as far as they are known
-        before it is prepared; cut its documents where held-out text begins and ends."""
-        c, part, record = self._c, self.parts[name], self.record["train"][name]
-        recorded = self._recorded and self._recorded["train"].get(name)
-        cuts = set(itertools.chain.from_iterable(self._copies[name]))
-        record |= {"held_out": None, "split_made_for": None}
-        if not c.eval_source:
-            record["split_made_for"] = part.identity
-            if recorded and recorded["held_out"]:
-                known = (recorded["content"], recorded["split_made_for"])
-                if self._is_recorded_text or part.identity in known:
-                    record |= {key: recorded[key] for key in ("held_out", "split_made_for")}
-            elif recorded and part.identity == recorded["content"]:
-                raise UsageError(
-                    "config.data.eval_source='': the run trained on all of its text; use its "
-                    "eval_source"
-                )
-            has_shards = part.shards and part.is_evaluation().any()
-            if not record["held_out"] and has_shards:
-                record["held_out"] = held_out.choose_shards(part.rows(), part.is_evaluation())
-            elif not record["held_out"] and c.split == "tail":
-                arguments = part.name, part.rows, part.content, c.eval_fraction
-                record["held_out"] = remember(
-                    self._root,
-                    content_key("tail", held_out.VERSION, part.identity, c.eval_fraction),
-                    lambda: held_out.choose_tail(*arguments),
-                )
-        part.cut_at(cuts | set((record["held_out"] or {}).get("tail", ())))
+    # ---- held-out text ---------------------------------------------------------------------------
 
-    def _held_out_rows(self, name):
-        """bool[n]: the rows of a part that are held out."""
+    def _recorded_decision(self, part, recorded, is_recorded_text):
+        """{"held_out", "split_made_for"} of a part as in its entry of the record of a run, if there
+        is one; "held_out" is None if it is undecided."""
+        undecided = {"held_out": None, "split_made_for": None}
+        if self._c.eval_source:
+            return undecided
+        if recorded and recorded["held_out"]:
+            known = (recorded["content"], recorded["split_made_for"])
+            if is_recorded_text or part.identity in known:
+                return {key: recorded[key] for key in undecided}
+        elif recorded and part.identity == recorded["content"]:
+            raise UsageError(
+                "config.data.eval_source='': the run trained on all of its text; use its "
+                "eval_source"
+            )
+        return undecided | {"split_made_for": part.identity}
+
+    def _cut(self, name):
+        """Cut the documents of a part where held-out text begins and ends; decide on its tail."""
         c, part, record = self._c, self.parts[name], self.record["train"][name]
-        if not record["held_out"] and not c.eval_source:
-            record["held_out"] = held_out.choose_documents(part.name, part.rows(), c.eval_fraction)
-        arguments = part.rows(), record["held_out"], part.is_evaluation()
-        return held_out.held_out_rows(part.name, *arguments)
+        sets = [text.source for text in self.sets.values() if text.source]
+        copies = []
+        if part.source and sets:
+            copies = self._remember(
+                ["copies", part.identity, [source.identity for source in sets]],
+                lambda: held_out.find_copies(part.source, sets, c.max_bytes),
+            )
+        if not (record["held_out"] or c.eval_source):
+            if part.shards and part.is_evaluation().any():
+                record["held_out"] = held_out.choose_shards(part.rows, part.is_evaluation())
+            elif c.split == "tail":
+                arguments = part.content, c.eval_fraction
+                record["held_out"] = self._remember(
+                    ["tail", held_out.VERSION, part.identity, c.eval_fraction],
+                    lambda: held_out.choose_tail(part.name, part.rows, *arguments),
+                )
+        start, stop = (record["held_out"] or {}).get("tail", (0, 0))
+        edges = {edge for edge in itertools.chain(*copies) if not start < edge < stop}
+        part.cut_at(edges | ({start, stop} if stop else set()))
+        self._copies[name] = copies
+
+    def _remember(self, key, compute):
+        return remember(self._root, content_key(*key), compute)
 
     def _sides(self):
         """{part: (rows to train on, held-out rows)}, two bool[n]."""
-        heldout = {name: self._held_out_rows(name) for name in self.parts}
-        sets = [held_out.Documents(text.rows()).digests for text in self.sets.values()]
-        of_parts, sides = {}, {}
+        heldout, documents, digests = {}, {}, {}
         for name, part in self.parts.items():
-            decision = self.record["train"][name]["held_out"]
-            digests = held_out.held_out_digests(part.rows(), decision, heldout[name])
-            of_parts[name] = digests
+            record, is_evaluation = self.record["train"][name], part.is_evaluation()
+            if not (record["held_out"] or self._c.eval_source):
+                record["held_out"] = held_out.choose_documents(
+                    part.name, part.rows, self._c.eval_fraction
+                )
+            decision = record["held_out"]
+            heldout[name] = held_out.held_out_rows(part.name, part.rows, decision, is_evaluation)
+            documents[name] = held_out.Documents(part.rows, decision)
+            digests[name] = documents[name].digests[documents[name].row[heldout[name]]]
+        sets = [held_out.Documents(text.rows).digests for text in self.sets.values()]
+        sides = {}
         for name, part in self.parts.items():
-            rows = part.rows()
-            decision = self.record["train"][name]["held_out"]
-            others = [digests for other, digests in of_parts.items() if other != name]
-            withheld = np.concatenate([*sets, *others, self._cut_held_out_documents(part)])
-            is_copy = held_out.copies(rows, withheld, decision)
-            is_copy |= held_out.copies(rows, of_parts[name])
-            is_copy &= ~heldout[name]
+            found, others = documents[name], [digests[each] for each in digests if each != name]
+            is_copy = np.isin(found.digests, np.concatenate([np.empty(0, "V16"), *sets, *others]))
+            # The first half of the document in which the tail begins is trained on.
+            is_copy |= np.isin(found.digests, digests[name]) & ~found.is_half
+            is_copy = is_copy[found.row]
             for start, stop in self._copies[name]:
-                is_copy |= held_out.is_between(rows, start, stop)
+                is_copy |= held_out.is_between(part.rows, start, stop)
+            is_copy &= ~heldout[name]
             if is_copy.any():
                 log.info(
                     "%s: %d documents, or pieces of them, are held out and not trained on%s",
@@ -295,65 +291,41 @@ class Texts:
                 )  # fmt: skip
             is_trained = ~(heldout[name] | is_copy)
             if self.subset:
-                is_trained = self.subset.select(rows, is_trained)
+                is_trained = self.subset.select(part.rows, is_trained)
             sides[name] = is_trained, heldout[name]
         return sides
-
-    def _find_copies(self):
-        """{part: list of (first and last-plus-one byte)}: where sets of a single document occur in
-        documents of a part."""
-        single = [held_out.single_document(t.source) for t in self.sets.values() if t.source]
-        texts, copies = list(filter(None, single)), {}
-        digests = [sources.document_digest(text).hex() for text in texts]
-        for name, part in self.parts.items():
-            copies[name] = ()
-            if texts and part.source:
-                documents = part.source.documents
-                copies[name] = remember(
-                    self._root,
-                    content_key("copies", part.identity, digests),
-                    lambda documents=documents: held_out.find_copies(documents(), texts),
-                )
-        return copies
-
-    def _cut_held_out_documents(self, part):
-        """V16 array: digests of documents that begin as one of a set and that max_bytes cut."""
-        documents, digests = held_out.Documents(part.rows()), np.empty(0, "V16")
-        for row in np.flatnonzero(part.rows()["flags"] & CUT) if part.shards else ():
-            # The last tokens may differ, as another word follows them.
-            ids = part.shards.ids(row)
-            ids = ids[: max(1, len(ids) - 8)]
-            for text in self.sets.values():
-                for other in np.flatnonzero(text.rows()["tokens"] > len(ids)).tolist():
-                    if np.array_equal(text.shards.ids(other, len(ids)), ids):
-                        digests = np.append(digests, documents.digests[documents.row[row]])
-        return digests
 
     # ---- tokens ----------------------------------------------------------------------------------
 
     def tokenizer(self, path=None):
         """The tokenizer in the file `path`, or else the one that the config names."""
         texts, spec = self.all(), self._c.tokenizer
-        if tokens := [text for text in texts if text.source is None]:
-            first, *others = (_tokenizer_of_shards(text.shards, spec, path) for text in tokens)
-            for text, other in zip(tokens[1:], others, strict=True):
-                if other.fingerprint != first.fingerprint:
-                    raise UsageError(
-                        f"{text.name} has another tokenizer than {tokens[0].name}; make both with "
-                        "the same one"
-                    )
-            return first
         if path is not None:
-            return tokenizers.load_tokenizer(path)
+            name, tokenizer = str(path), tokenizers.load_tokenizer(path)
+        else:
+            name = f"config.data.tokenizer={spec!r}"
+            tokenizer = tokenizers.pretrained_tokenizer(spec)
+        tokens = [text.shards for text in texts if text.source is None]
+        if tokens and tokenizer is None:
+            name, tokenizer = _tokenizer_of_shards(tokens[0], name, tokenizers.parse(spec)[0])
+        for shards in tokens:
+            if shards.tokenizer and shards.tokenizer.fingerprint != tokenizer.fingerprint:
+                raise UsageError(
+                    f"{name} is not the tokenizer of {shards.name}; use "
+                    f"config.data.tokenizer={shards.tokenizer_path}"
+                )
+            shards.check_ids(tokenizer, name)
+        if tokenizer:
+            return tokenizer
 
         def training_text():
             for name, (is_trained, _) in self._sides().items():
                 part = self.parts[name]
-                yield from tokenise.sample(part.source, part.rows(), is_trained)
+                yield from tokenise.sample(part.source, part.rows, is_trained)
 
         key = self.record, self._c.split, self._c.eval_fraction, self.subset and self.subset.key
         text_sources = [text.source for text in texts]
-        return tokenise.make_tokenizer(spec, text_sources, training_text, key, self._root)
+        return tokenise.train_tokenizer(spec, text_sources, training_text, key, self._root)
 
     def prepare(self, tokenizer, shard=(1, 1)):
         """Tokenise all texts; return those of which other machines have parts left."""
@@ -374,7 +346,7 @@ class Texts:
         if heldout:
             splits["eval"] = joined(list(heldout.values()), tokenizer.eot)
         for name, text in self.sets.items():
-            everything = text.shards.select(np.ones(len(text.rows()), bool))
+            everything = text.shards.select(np.ones(len(text.rows), bool))
             splits[f"eval/{name}" if name else "eval"] = everything
         return splits
 
@@ -390,31 +362,20 @@ class Texts:
         }
 
 
-def _tokenizer_of_shards(shards, spec, path):
-    """The tokenizer of token shards: it has to be the one that made them.
+def _has_text(text):
+    return text.source is not None or text.shards.has_text
 
-    Args:
-      path: tokenizer.json of a run, or None.
-    """
-    stored, stored_path = shards.tokenizer, shards.folder / "tokenizer.json"
-    if path is not None:
-        name, tokenizer = str(path), tokenizers.load_tokenizer(path)
-    else:
-        name, tokenizer = f"config.data.tokenizer={spec!r}", tokenizers.pretrained_tokenizer(spec)
-        if tokenizer is None and stored and stored.kind == tokenizers.parse(spec)[0]:
-            tokenizer = stored
-            log.info("instead of %s, using %s (%d ids)", name, stored_path, stored.vocab_size)
-    if tokenizer is None:
+
+def _tokenizer_of_shards(shards, name, kind):
+    """(file, tokenizer) of token shards in place of one that would be trained."""
+    tokenizer, path = shards.tokenizer, shards.tokenizer_path
+    if not tokenizer or tokenizer.kind != kind:
         raise UsageError(
             f"{name} cannot be trained on {shards.name}, a source of tokens without text; "
             "use the path of the tokenizer.json of these tokens"
         )
-    if stored and stored.fingerprint != tokenizer.fingerprint:
-        raise UsageError(
-            f"{name} is not the tokenizer of {shards.name}; use config.data.tokenizer={stored_path}"
-        )
-    shards.check_ids(tokenizer, name)
-    return tokenizer
+    log.info("instead of %s, using %s (%d ids)", name, path, tokenizer.vocab_size)
+    return str(path), tokenizer
 
 
 def content_of(record, key):

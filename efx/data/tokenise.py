@@ -30,16 +30,11 @@ _LOG_SECONDS = 5
 
 
 class Progress:
-    """Logs how much of a text was read, the rate, and the time left.
-
-    Args:
-      parts: list of `sources.Part` that are read.
-    """
+    """Logs how much of a list of `sources.Part` was read, the rate, and the time left."""
 
     def __init__(self, verb, parts):
-        self._verb, self._total = verb, sum(part.size for part in parts)
+        self._verb, self._total, self._done = verb, sum(part.size for part in parts), 0
         self._start = self._logged = time.monotonic()
-        self._done = 0
 
     def add(self, count):
         """Count bytes; log every few seconds."""
@@ -49,10 +44,10 @@ class Progress:
             return
         self._logged = now
         rate = self._done / (now - self._start)
-        left = max(0, self._total - self._done) / rate
         log.info(
             "%s: %.0f of some %.0f MB, %.2g MB/s, %.0f s left",
-            self._verb, self._done / 1e6, self._total / 1e6, rate / 1e6, left,
+            self._verb, self._done / 1e6, self._total / 1e6, rate / 1e6,
+            max(0, self._total - self._done) / rate,
         )  # fmt: skip
 
 
@@ -62,12 +57,11 @@ class Progress:
 def prepare(source, tokenizer, root, shard=(1, 1)):
     """The folder with the token shards of a `Source`.
 
+    None if other machines have parts left to prepare.
+
     Args:
       root: the cache folder.
       shard: (I, N): prepare each N-th part from the I-th on.
-
-    Returns:
-      Path; None if other machines have parts left to prepare.
 
     Raises:
       UsageError: the text cannot be read or encoded, or the cache cannot be written.
@@ -95,7 +89,7 @@ def prepare(source, tokenizer, root, shard=(1, 1)):
             return None
         shards = [each for state in states for each in state["shards"]]
         if not shards:
-            raise UsageError(f"{source.name}: there is no text; use files that are not empty")
+            raise _empty(source)
         write_meta(folder, tokenizer, shards, any(state["is_cut"] for state in states))
         return folder
     except OSError as error:
@@ -127,7 +121,7 @@ def _prepare_part(folder, number, part, tokenizer, progress):
 
         documents = itertools.islice(part.documents(), done, None)
         for document, ids in tokenizer.encode_documents(documents):
-            row = text_row(document.data, document.ends, document.is_cut)
+            row = text_row(document.data, document.ends)
             writer.add(ids, row, document.name, document.data)
             state["is_cut"] |= document.is_cut
             progress.add(len(document.data))
@@ -153,16 +147,14 @@ def _read_state(folder, number):
 # ---- tokenizers ----------------------------------------------------------------------------------
 
 
-def make_tokenizer(spec, sources, training_text, key, root):
-    """The tokenizer that `config.data.tokenizer` (`spec`) names, trained if it is not pretrained.
+def train_tokenizer(spec, sources, training_text, key, root):
+    """The tokenizer that `config.data.tokenizer` (`spec`) names, trained unless it is cached.
 
     Args:
       sources: list of Source; `chars` takes the characters of all of them.
-      training_text: function that returns an iterator over the bytes of training text.
+      training_text: function that returns an iterator over Documents of training text.
       key: JSON-able, everything that the text depends on.
     """
-    if tokenizer := tokenizers.pretrained_tokenizer(spec):
-        return tokenizer
     kind, size = tokenizers.parse(spec)
 
     def build(folder):
@@ -193,19 +185,22 @@ def rows_of(source):
     progress = Progress(f"reading {source.name}", source.parts)
     rows = []
     for document in source.documents():
-        rows.append(text_row(document.data, document.ends, document.is_cut).tobytes())
+        rows.append(text_row(document.data, document.ends).tobytes())
         progress.add(len(document.data))
     source.check_unchanged()
     if not rows:
-        raise UsageError(f"{source.name}: there is no text; use files that are not empty")
+        raise _empty(source)
     return np.frombuffer(b"".join(rows), ROW)
+
+
+def _empty(source):
+    return UsageError(f"{source.name}: there is no text; use files that are not empty")
 
 
 def sample(source, rows, is_trained):
     """Yield Documents of training text, `_SAMPLE_BYTES` from all over the source.
 
-    Args:
-      rows: `rows_of` the source. is_trained: bool[n], those that are trained on.
+    Of its `rows_of`, those that `is_trained` (bool[n]) are training text.
     """
     every = max(1, int(rows["bytes"][is_trained].sum()) // _SAMPLE_BYTES)
     chosen = is_trained & (np.cumsum(is_trained) % every == 0)

@@ -34,11 +34,7 @@ class Tokenizer:
         raise NotImplementedError
 
     def encode_documents(self, documents):
-        """Yield (document, its ids) for each document.
-
-        Args:
-          documents: iterable of `sources.Document`; errors contain the name.
-        """
+        """Yield (`sources.Document`, its ids) for each document; errors contain its name."""
         for document in documents:
             with prefix_errors(document.name):
                 ids = self.encode(document.data)

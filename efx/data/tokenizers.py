@@ -101,13 +101,8 @@ class CharTokenizer(Tokenizer):
 
 
 def parse(spec):
-    """Split `config.data.tokenizer` into (kind, argument).
-
-    Returns: ("bytes", None), ("chars", None), ("bpe", size), ("hf", name) or ("file", path).
-
-    Raises:
-      UsageError: an unknown kind, no such file, or no valid size for bpe.
-    """
+    """Split `config.data.tokenizer` into ("bytes", None), ("chars", None), ("bpe", size), ("hf",
+    name) or ("file", path); UsageError if it is none of these, or there is no such file."""
     spec = str(spec)
     if spec in ("bytes", "chars"):
         return spec, None
@@ -133,12 +128,7 @@ def parse(spec):
 
 
 def pretrained_tokenizer(spec):
-    """The tokenizer that `config.data.tokenizer` names, or None if it must be made from text.
-
-    Raises:
-      UsageError: see `parse` and `load_tokenizer`, or the Hugging Face hub has no such tokenizer;
-        TransientError for a network error.
-    """
+    """The tokenizer that `config.data.tokenizer` names, or None if it must be made from text."""
     kind, argument = parse(spec)
     if kind == "bytes":
         return ByteTokenizer()
@@ -156,11 +146,7 @@ def pretrained_tokenizer(spec):
 
 
 def load_tokenizer(path):
-    """The tokenizer in a file of ours or of the `tokenizers` library.
-
-    Raises:
-      UsageError: no such file, or not a tokenizer; TransientError for a network error.
-    """
+    """The tokenizer in a file of ours or of the `tokenizers` library."""
     path = io.folder(path, "the tokenizer")
     try:
         text = io.read_text(path)
@@ -177,11 +163,8 @@ def load_tokenizer(path):
 
 
 def find_loss(tokenizer, document, data, ids=None):
-    """A description of the first text that encoding and decoding changes, or "".
-
-    Args:
-      document: name of the text. data: its bytes. ids: its encoding, if that is known.
-    """
+    """A description of the first text of a named document, its bytes and perhaps its ids, that
+    encoding and decoding changes; or ""."""
     if tokenizer.is_lossless:
         return ""
     with prefix_errors(document):

@@ -53,13 +53,6 @@ def test_windows_of_an_epoch_cover_the_text_without_overlap(seq_len, extra, seed
     assert count * seq_len > length - 1 - 2 * seq_len
 
 
-def test_epochs_differ_in_order_and_offset(tmp_path):
-    data = counting_data(tmp_path, 1000, seq_len=10, batch_size=99)
-    epochs = [batch["inputs"][:, 0] for batch in take(data.train_iterator(), 20)]
-    assert len({int(starts.min()) for starts in epochs}) > 5
-    assert len({tuple(starts - starts.min()) for starts in epochs}) == 20
-
-
 @pytest.mark.parametrize("shuffle", ["windows", "random"])
 def test_targets_are_the_inputs_one_later(shuffle, letters, tmp_path):
     data = open_data(make_config(f"text:{letters}", tmp_path, shuffle=shuffle))
@@ -236,14 +229,6 @@ def test_a_row_has_to_fit_into_each_split(letters, tmp_path):
     refuse_data(config, "config.data.seq_len=100", "held-out")
     config.seq_len = 300
     refuse_data(config, "config.data.seq_len=300", "training")
-
-
-def test_a_tokenizer_that_cannot_encode_the_text_is_refused(letters, tmp_path):
-    tokenizers.CharTokenizer("abc").save(tmp_path / "tokenizer.json")
-    for tokenizer, path in (("bytes", tmp_path / "tokenizer.json"), (str(tmp_path), None)):
-        config = make_config(f"text:{letters}", tmp_path, tokenizer=tokenizer)
-        refuse_data(config, str(letters), "'d'", tokenizer_path=path)
-    refuse_data(config, "no.json", tokenizer_path=tmp_path / "no.json")
 
 
 # ---- packing -------------------------------------------------------------------------------------

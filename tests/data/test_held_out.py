@@ -27,6 +27,8 @@ from efx.data.sources import document_digest
 from efx.data.tokenizers import ByteTokenizer
 from efx.errors import UsageError
 
+TEXT = st.binary(max_size=20).map(lambda data: data.decode("latin-1").encode())
+
 
 @pytest.fixture
 def letters(tmp_path):
@@ -55,9 +57,8 @@ def test_the_tail_is_the_same_characters_for_all_tokenizers(tokenizer, tmp_path)
 
 
 @few_examples
-@given(st.lists(st.binary(max_size=30), min_size=1, max_size=8), st.floats(0.01, 0.99))
+@given(st.lists(TEXT, min_size=1, max_size=8), st.floats(0.01, 0.99))
 def test_the_tail_drops_no_text_and_cuts_no_character(texts, fraction):
-    texts = [t.decode("latin-1").encode() for t in texts]
     whole = b"".join(texts)
     try:
         _, sides = split_documents(texts, "tail", fraction)
@@ -79,7 +80,7 @@ def test_both_halves_of_a_document_may_be_equal(tmp_path):
 
 
 @few_examples
-@given(st.lists(st.binary(min_size=1, max_size=30), min_size=1, max_size=20), st.floats(0.01, 0.99))
+@given(st.lists(TEXT.filter(bool), min_size=1, max_size=20), st.floats(0.01, 0.99))
 def test_documents_are_whole_and_on_one_side(texts, fraction):
     def split():
         return split_documents(texts, "documents", fraction)[1]
@@ -109,7 +110,7 @@ def test_held_out_documents_come_near_the_fraction_and_neither_side_is_empty():
         return split_documents(texts, "documents", fraction)[1]["eval"]
 
     rng = np.random.default_rng(0)
-    texts = [rng.bytes(int(n)).replace(b"\0", b"x") for n in rng.integers(1, 200, 300)]
+    texts = [rng.bytes(int(n)).hex().encode() for n in rng.integers(1, 200, 300)]
     for fraction in (0.05, 0.1, 0.5):
         found = len(b"".join(heldout(texts, fraction)))
         assert found / len(b"".join(texts)) == pytest.approx(fraction, abs=0.005)
@@ -165,27 +166,6 @@ def test_the_fingerprint_depends_on_all_that_determines_the_tokens(letters, tmp_
     prints.append(data.fingerprint)
     assert text_of(data, "train").startswith("z")
     assert len(set(prints)) == len(prints)
-
-
-DAMAGE = {
-    "00000-00000.bin": lambda p: p.write_bytes(bytes([p.read_bytes()[0] ^ 1]) + p.read_bytes()[1:]),
-    "00000-00000.rows": lambda p: p.write_bytes(p.read_bytes()[:-1]),
-    "tokenizer.json": lambda p: p.unlink(),
-    "meta.json": lambda p: p.write_bytes(b""),
-}
-
-
-@pytest.mark.parametrize("file", DAMAGE)
-def test_a_damaged_cache_entry_is_built_again(file, letters, tmp_path, caplog):
-    config = make_config(f"text:{letters}", tmp_path)
-    before = next(open_data(config).train_iterator())
-    (entry,) = cache_entries(tmp_path)
-    DAMAGE[file](entry / file)
-    same(next(open_data(config).train_iterator()), before)
-    assert cache_entries(tmp_path) == [entry] and "damaged" in caplog.text
-    caplog.clear()
-    open_data(config)
-    assert "damaged" not in caplog.text
 
 
 def test_cached_files_and_token_shards_are_flushed_before_they_can_be_read(tmp_path):

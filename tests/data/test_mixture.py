@@ -18,8 +18,7 @@ from refusals import refused
 
 from efx.config.run import DataConfig
 from efx.config.schema import make
-from efx.data import mixture, write_token_shards
-from efx.data.tokenizers import ByteTokenizer, CharTokenizer
+from efx.data import mixture
 
 PARTS = {"letters": "abcdefgh", "digits": "01234567", "signs": "+-*/=<>!"}
 
@@ -64,18 +63,6 @@ def test_a_permutation_has_each_number_once(count, seed, epoch):
     assert mixture.permuted([count - 1], count, seed, epoch)[0] == order[-1]
     keys = np.full(count, epoch)
     np.testing.assert_array_equal(mixture.permuted(np.arange(count), count, seed, keys), order)
-
-
-def test_permutations_are_mixed():
-    """Each number is about as often in each place, and neighbours do not stay together."""
-    count, orders = 11, 3000
-    places = np.arange(count * orders) % count
-    found = mixture.permuted(places, count, 5, np.arange(count * orders) // count)
-    table = np.histogram2d(places, found, bins=count)[0]
-    assert abs(table / orders * count - 1).max() < 0.25
-    order = mixture.permuted(np.arange(10_000), 10_000, 3)
-    assert abs(np.corrcoef(order, np.arange(10_000))[0, 1]) < 0.05
-    assert (np.abs(np.diff(order)) == 1).sum() < 10
 
 
 # ---- weights -----------------------------------------------------------------------------------
@@ -208,28 +195,6 @@ def test_sets_are_held_out_as_a_whole_and_counted_by_themselves(texts, tmp_path)
 ])  # fmt: skip
 def test_mixtures_and_sets_that_mean_nothing_are_refused(change, names):
     refused(lambda: DataConfig(**{"split": "documents", **change}), *names)
-
-
-def test_empty_parts_and_sets_are_refused_by_name(texts, tmp_path):
-    (tmp_path / "empty.txt").write_text("")
-    texts["empty"] = f"text:{tmp_path}/empty.txt"
-    refuse_data(mixed_config(texts, tmp_path, {"letters": 1, "empty": 1}), "mixture.empty")
-    config = mixed_config(texts, tmp_path, {"letters": 1}, eval_source=texts["digits"])
-    config.eval_sets = {"empty": texts["empty"]}
-    refuse_data(config, "config.data.eval_sets.empty")
-    config.eval_sets, config.eval_source = {"txt": "txt:a"}, ""
-    refuse_data(config, "config.data.eval_sets.txt='txt:a'")
-
-
-def test_parts_of_another_tokenizer_are_refused_by_name(tmp_path):
-    for name, tokenizer in (("a", ByteTokenizer()), ("b", CharTokenizer("xyz"))):
-        write_token_shards(tmp_path / name, tokenizer, ["xyz" * 99], ["zyx" * 20])
-    config = mixed_config(
-        {name: f"tokens:{tmp_path}/{name}" for name in "ab"}, tmp_path, {"a": 1, "b": 1}
-    )
-    refuse_data(config, "mixture.b", "tokenizer")
-    (tmp_path / "a/train-00000.bin").unlink()
-    refuse_data(config, "mixture.a", "train-00000.bin")
 
 
 def test_a_mixture_of_one_constant_part_is_recorded_as_json_has_it(texts):

@@ -154,11 +154,16 @@ def test_the_end_of_a_document_is_an_id_without_text(bpe_280):
         assert tokenizer.byte_lengths()[eot] == 0
 
 
-def test_a_template_is_no_part_of_a_text(words, bpe_280):
+def test_a_file_of_the_users_own_neither_adds_nor_truncates_nor_pads(words, bpe_280):
     tokenizer = load_tokenizer(words)
+    assert (tokenizer.vocab_size, tokenizer.eot) == (6, 1)
     assert tokenizer.start == (0,) and bpe_280.start == ()
-    assert tokenizer.encode("hello wörld").tolist() == [3, 4]
-    assert tokenizer.decode([0, 3, 0, 4]) == "hello wörld"
+    text = "hello wörld hello wörld hello"
+    assert tokenizer.encode(text).tolist() == [3, 4, 3, 4, 3]
+    assert tokenizer.decode([0, 3, 0, 4, 1]) == "hello wörld"
+    assert tokenizer.byte_lengths() is None  # the space before a word depends on its predecessor
+    decoder = tokenizer.stream_decoder()
+    assert "".join(decoder.feed(i) for i in tokenizer.encode(text)) + decoder.finish() == text
 
 
 def test_text_that_spells_a_special_token_does_not_become_one(bpe_280, words):
@@ -242,17 +247,6 @@ def test_streamed_text_is_the_text_and_never_half_a_character(bpe_280, text):
     decoder = tokenizers.ByteTokenizer().stream_decoder()
     assert [decoder.feed(b) for b in "a😀b".encode()] == ["a", "", "", "", "😀", "b"]
     assert decoder.feed(0xE2) == "" and decoder.finish() == "\ufffd"
-
-
-def test_a_file_of_the_users_own_neither_truncates_nor_pads(words):
-    tokenizer = load_tokenizer(words)
-    assert (tokenizer.vocab_size, tokenizer.eot) == (6, 1)
-    text = "hello wörld hello wörld hello"
-    assert tokenizer.encode(text).tolist() == [3, 4, 3, 4, 3]
-    assert tokenizer.decode([0, 3, 4, 1]) == "hello wörld"
-    assert tokenizer.byte_lengths() is None  # the space before a word depends on its predecessor
-    decoder = tokenizer.stream_decoder()
-    assert "".join(decoder.feed(i) for i in tokenizer.encode(text)) + decoder.finish() == text
 
 
 def test_unknown_words_without_a_token_for_them_are_refused():
