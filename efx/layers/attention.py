@@ -112,10 +112,7 @@ def rope(x_BTNH, positions_BT, c):
 
     Features i and i + H/2 rotate by positions * theta^(-2i/H). With `rope_fraction` H is that
     fraction of a head, whose other features do not rotate. Computed in float32, returned in the
-    dtype of x.
-
-    Args:
-      c: an `AttentionConfig`.
+    dtype of x. c: an `AttentionConfig`.
     """
     size, dtype = c.rotary_size(x_BTNH.shape[-1]), x_BTNH.dtype
     x_BTNR = x_BTNH if size == x_BTNH.shape[-1] else x_BTNH[..., :size]

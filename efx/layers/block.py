@@ -3,6 +3,7 @@
 from functools import partial
 from typing import ClassVar
 
+import jax.numpy as jnp
 from flax import linen as nn
 
 from efx.layers.attention import Attention
@@ -58,15 +59,13 @@ class Block(nn.Module):
         if context is not None:
             context = norm_input(c, norm, context[0]), context[1]
         a_BTD = self.attention(norm_input(c, norm, x_BTD), call, context)
-        if a_BTD is None:
-            return None
-        return with_dropout(self.dropout_attention_output, norm_output(c, norm, a_BTD), call)
+        return increment(c, norm, self.dropout_attention_output, a_BTD, call)
 
     def mlp_increment(self, x_BTD, call):
         c, norm, dropout = self.config, self.norm_mlp, self.dropout_mlp_output
         y_BTD = norm_input(c, norm, x_BTD)
         m_BTD = self.mlp(y_BTD) if c.moe is None else self.mlp(y_BTD, call)
-        return with_dropout(dropout, norm_output(c, norm, m_BTD), call)
+        return increment(c, norm, dropout, m_BTD, call)
 
 
 class SkipMLP(nn.Module):
@@ -87,9 +86,12 @@ def norm_input(c, norm, x):
     return x if c.kind == "post_norm" else norm(x)
 
 
-def norm_output(c, norm, y):
-    """y [..., D], normalised if the block `c` is post-norm: the output of attention or MLP."""
-    return norm(y) if c.kind == "post_norm" else y
+def increment(c, norm, dropout, y, call):
+    """The increment from the output y of an attention or MLP: normalised if the block `c` is
+    post-norm, then dropout. None, of a call that only writes keys and values, stays None."""
+    if y is None:
+        return None
+    return with_dropout(dropout, norm(y) if c.kind == "post_norm" else y, call)
 
 
 def mlp_input(c, x, a):
@@ -98,7 +100,9 @@ def mlp_input(c, x, a):
 
 
 def with_dropout(dropout, x, call):
-    """`dropout` is a module (x, call) -> x, or None."""
+    """`dropout`: a module (x, call) -> x; a list with one for each channel of x [X, ...]; None."""
+    if isinstance(dropout, list | tuple):
+        return jnp.stack([mask(y, call) for mask, y in zip(dropout, x, strict=True)])
     return x if dropout is None else dropout(x, call)
 
 

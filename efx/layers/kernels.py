@@ -63,16 +63,6 @@ class Kernel(NamedTuple):
     run: Callable
 
 
-class UnsupportedKernel(UsageError):
-    """The config names a kernel that cannot compute the attention."""
-
-    def __init__(self, name, reason):
-        super().__init__(
-            f"config.model.attention.kernel={name!r}: {reason}; 'auto' selects a supported kernel"
-        )
-        self.reason = reason
-
-
 # ---- choice ------------------------------------------------------------------------------------
 
 
@@ -83,7 +73,7 @@ def choose(setting, case):
       setting: `config.model.attention.kernel`; "auto" is the kernel of the platform where it
         supports the case.
     Raises:
-      UnsupportedKernel: the setting names a kernel that does not support the case.
+      UsageError: the setting names a kernel that does not support the case.
     """
     name = setting
     if setting == "auto":
@@ -93,7 +83,9 @@ def choose(setting, case):
         name = "xla"
     reason = None if name == "xla" else _unsupported(name, case)
     if reason and setting != "auto":
-        raise UnsupportedKernel(name, reason)
+        raise UsageError(
+            f"config.model.attention.kernel={name!r}: {reason}; 'auto' selects a supported kernel"
+        )
     if reason:
         _log_once(logging.WARNING, f"attention in plain XLA: {name} {reason}")
         return None

@@ -130,8 +130,10 @@ def _mean_of_tokens(values, counted):
     return total_BT / jnp.maximum(jnp.sum(counted, axes), 1)
 
 
-def apply_mask(x_BTD, rounded_BTD):
-    """x * mask, computed in float32, in the dtype of x."""
+def _apply_mask(module, x_BTD, m_BTD, rounded_BTD, call):
+    """x * rounded mask, computed in float32, in the dtype of x; sows what `_sow_mask` sows."""
+    if not call.decode:
+        _sow_mask(module, m_BTD, rounded_BTD, call.valid_mask(len(x_BTD))[..., None], call)
     return (x_BTD.astype(jnp.float32) * rounded_BTD).astype(x_BTD.dtype)
 
 
@@ -164,10 +166,8 @@ class ElementwiseMask(nn.Module):
     @nn.compact
     def __call__(self, x_BTD, call):
         a_D, b_D = _frequency_and_phase(self, self.config, "norm", x_BTD.shape[-1])
-        m_BTD, rounded_BTD = _elementwise_mask(self.config, x_BTD, a_D[None, None], b_D[None, None])
-        if not call.decode:
-            _sow_mask(self, m_BTD, rounded_BTD, call.valid_mask(len(x_BTD))[..., None], call)
-        return apply_mask(x_BTD, rounded_BTD)
+        masks = _elementwise_mask(self.config, x_BTD, a_D[None, None], b_D[None, None])
+        return _apply_mask(self, x_BTD, *masks, call)
 
 
 class ElementwiseProbsMask(nn.Module):
@@ -197,10 +197,10 @@ class ElementwiseProbsMask(nn.Module):
 # ---- attention -----------------------------------------------------------------------------------
 
 
-def _linear(module, name, x_BTD, features, axes, block):
-    """x W [B, T, features] in the model's dtype."""
+def _linear(module, name, x_BTD, axes, block):
+    """x W [B, T, D] in the model's dtype."""
     init = nn.initializers.normal(block.std)
-    kernel = parameter(module, name, init, (x_BTD.shape[-1], features), axes)
+    kernel = parameter(module, name, init, (x_BTD.shape[-1],) * 2, axes)
     return matmul(x_BTD.astype(block.dtype), kernel.astype(block.dtype))
 
 
@@ -223,7 +223,7 @@ class MaskAttention(nn.Module):
         head_dim = width // num_heads
 
         def project(name):
-            y_BTD = _linear(self, name, x_BTD, width, ("embed", "heads"), self.block)
+            y_BTD = _linear(self, name, x_BTD, ("embed", "heads"), self.block)
             y_BTNH = y_BTD.reshape(batch, length, num_heads, head_dim)
             return constrain(y_BTNH, "batch", "length", "act_heads", None)
 
@@ -253,8 +253,7 @@ class MaskInput(nn.Module):
             embedded_BTD = jax.lax.stop_gradient(embedded_BTD)
         x_BTD = MaskAttention(self.block, name="attention")(embedded_BTD, call)
         if c.input == "embedding":
-            axes, width = ("heads", "embed"), x_BTD.shape[-1]
-            x_BTD = _linear(self, "mask_linear", x_BTD, width, axes, self.block)
+            x_BTD = _linear(self, "mask_linear", x_BTD, ("heads", "embed"), self.block)
         return constrain(x_BTD, "batch", "length", "act_embed")
 
 
@@ -269,21 +268,18 @@ class AttentionMask(nn.Module):
         u_BTD = call.mask_input_BTD
         if c.input == "hidden":
             u_BTD = jax.lax.stop_gradient(x_BTD) if c.detach else x_BTD
-        if c.input != "embedding_linear":
-            u_BTD = MaskAttention(self.block, name="attention")(u_BTD, call)
-        width = x_BTD.shape[-1]
         if c.input == "embedding_linear":
-            u_BTD = _linear(self, "mask_linear", u_BTD, width, ("heads", "embed"), self.block)
+            u_BTD = _linear(self, "mask_linear", u_BTD, ("heads", "embed"), self.block)
+        else:
+            u_BTD = MaskAttention(self.block, name="attention")(u_BTD, call)
         b_init = nn.initializers.constant(c.shift_init)
-        b_D = parameter(self, "mask_shift", b_init, (width,), ("norm",))
+        b_D = parameter(self, "mask_shift", b_init, x_BTD.shape[-1:], ("norm",))
         m_BTD = cosine_mask(u_BTD.astype(jnp.float32) + b_D[None, None])
         uniform = None
         if c.rounding == "stochastic" and call.train:
             uniform = jax.random.uniform(self.make_rng("dropout"), m_BTD.shape, jnp.float32)
         rounded_BTD = round_mask(m_BTD, c.rounding, uniform, c.sigmoid_scale)
-        if not call.decode:
-            _sow_mask(self, m_BTD, rounded_BTD, call.valid_mask(len(x_BTD))[..., None], call)
-        return apply_mask(x_BTD, rounded_BTD)
+        return _apply_mask(self, x_BTD, m_BTD, rounded_BTD, call)
 
 
 # ---- from the config -----------------------------------------------------------------------------

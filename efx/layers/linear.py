@@ -92,9 +92,7 @@ class Linear(nn.Module):
     """y = x W (+ b) over the last axis.
 
     Attributes:
-      features: size of the last axis of the output.
       axes: logical names of the kernel's (input, output) axes.
-      std: standard deviation of the normal initialisation.
       padding: number of unused last features, added so that features divide over a mesh.
       float32_output: see `matmul_float32`.
     """

@@ -38,7 +38,6 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD):
-        """[B, T, D] -> [B, T, D]."""
         options, width = (self.use_bias, self.dtype), x_BTD.shape[-1]
 
         def project(name):

@@ -37,7 +37,7 @@ BY_EXPERT = "act_expert", "expert_batch", None, "act_embed"
 
 
 class ExpertLinear(nn.Module):
-    """E linear layers: kernel [E, D, F], bias [E, F]."""
+    """E linear layers: kernel [E, D, F], bias [E, F]. Or, `is_shared`, one for all experts."""
 
     num_experts: int
     features: int
@@ -45,12 +45,15 @@ class ExpertLinear(nn.Module):
     std: float
     use_bias: bool
     dtype: jnp.dtype
+    is_shared: bool = False
 
     @nn.compact
     def __call__(self, x, expert_C=None):
         """[E, C, D] -> [E, C, F]; or [C, D] -> [C, F] with the expert of each row in `expert_C`."""
 
         def param(name, init, axes, *shape):
+            if self.is_shared:
+                return parameter(self, name, init, shape, axes).astype(self.dtype)
             value = parameter(self, name, init, (self.num_experts, *shape), ("expert", *axes))
             if expert_C is not None:
                 value = value.at[expert_C].get(mode="clip")  # reads only these experts
@@ -58,11 +61,16 @@ class ExpertLinear(nn.Module):
 
         init = nn.initializers.normal(self.std) if self.std else nn.initializers.zeros
         kernel = param("kernel", init, self.axes, x.shape[-1], self.features)
+        if self.is_shared:
+            # One product per expert: with one axis for the rows of all experts, devices that split
+            # the batch would have to gather it.
+            kernel = broadcast(kernel, (self.num_experts, *kernel.shape))
         product = "ECD,EDF->ECF" if expert_C is None else "CD,CDF->CF"
         y = mark_projection(jnp.einsum(product, x.astype(self.dtype), kernel))
         if self.use_bias:
             bias = param("bias", nn.initializers.zeros, self.axes[1:], self.features)
-            y = y + broadcast(bias[:, None] if expert_C is None else bias, y.shape)
+            is_stacked = not self.is_shared and expert_C is None
+            y = y + broadcast(bias[:, None] if is_stacked else bias, y.shape)
         return y
 
 
@@ -145,7 +153,8 @@ class MoE(MLP):
         self._sow_choices(selected_BTE, admitted_BTE, weight_BTE, call)
         if c.num_noop:
             sow_choice(self, "noop", jnp.sum(expert_BTK >= c.num_experts, axis=-1), call)
-        self._report_token_choice(logits_BTE, expert_BTK, selected_BTE, admitted_BTE, valid_BT)
+        if batch_means.is_collecting(self):
+            self._report_token_choice(logits_BTE, expert_BTK, selected_BTE, admitted_BTE, valid_BT)
         if not c.renormalise:  # else the weights of a token add up to 1, whatever the router does
             self._sow_weights(weight_BTE, admitted_BTE, call)
         if call.decode and length == 1 and batch * c.top_k < c.num_experts:
@@ -163,7 +172,7 @@ class MoE(MLP):
             self, logits_BTE, c.capacity, *limit, call, loss="expert_bce"
         )
         computed_BTE, selected_BTE, *_ = masks
-        if not call.decode:
+        if not call.decode and batch_means.is_collecting(self):
             self._report_expert_choice(logits_BTE, *masks, call.valid_mask(len(x_BTD)))
         weight_BTE = jnp.where(computed_BTE, jax.nn.sigmoid(logits_BTE), 0.0)
         self._sow_weights(weight_BTE, computed_BTE, call)
@@ -188,8 +197,6 @@ class MoE(MLP):
     # ---- losses and statistics ----
 
     def _report_token_choice(self, logits_BTE, expert_BTK, selected_BTE, admitted_BTE, valid_BT):
-        if not batch_means.is_collecting(self):
-            return
         c = self.config
         log_probs_BTE = jax.nn.log_softmax(logits_BTE, axis=-1)
         probs_BTE = jnp.exp(log_probs_BTE)
@@ -217,8 +224,6 @@ class MoE(MLP):
     def _report_expert_choice(
         self, logits_BTE, computed_BTE, selected_BTE, admitted_BTE, topk_BTE, valid_BT
     ):
-        if not batch_means.is_collecting(self):
-            return
         load = batch_means.over(selected_BTE.astype(jnp.float32), valid_BT)
         overflow = jnp.sum(selected_BTE & ~admitted_BTE, dtype=jnp.float32)
         entropy_BTE = optax.sigmoid_binary_cross_entropy(logits_BTE, jax.nn.sigmoid(logits_BTE))

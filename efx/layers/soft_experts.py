@@ -19,22 +19,14 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from efx.layers.attention import Attention
-from efx.layers.block import (
-    Block,
-    make_attention,
-    make_norm,
-    mlp_input,
-    norm_input,
-    norm_output,
-    with_dropout,
-)
+from efx.layers.block import Block, make_attention, make_norm, mlp_input
 from efx.layers.config import BlockConfig
 from efx.layers.learned_dropout import make_dropout
-from efx.layers.linear import broadcast, mark_projection
+from efx.layers.linear import broadcast
 from efx.layers.mlp import activate
 from efx.layers.moe import ExpertLinear
 from efx.parallel.collectives import exchange
-from efx.parallel.sharding import constrain, parameter
+from efx.parallel.sharding import constrain
 
 # Layouts of [X, B, T, D]: attention computes all channels of a device's rows, MLPs all rows of its
 # channels.
@@ -54,37 +46,6 @@ def merge(kind, delta_XBTD):
     else:
         merged_BTD = {"mean": jnp.mean, "max": jnp.max}[kind](wide_XBTD, axis=0)
     return merged_BTD.astype(delta_XBTD.dtype)
-
-
-class CommonLinear(nn.Module):
-    """One linear layer for all channels: [X, C, D] -> [X, C, F]. Fields as in `Linear`."""
-
-    features: int
-    axes: tuple
-    std: float
-    use_bias: bool
-    dtype: jnp.dtype
-
-    @nn.compact
-    def __call__(self, x_XCD):
-        (channels, _, width), init = x_XCD.shape, nn.initializers.normal(self.std)
-        kernel_DF = parameter(self, "kernel", init, (width, self.features), self.axes)
-        # One product per channel: with one axis for the rows of all channels, devices that split
-        # the batch would have to gather it.
-        kernel_XDF = broadcast(kernel_DF.astype(self.dtype), (channels, width, self.features))
-        y_XCF = mark_projection(jnp.einsum("XCD,XDF->XCF", x_XCD.astype(self.dtype), kernel_XDF))
-        if self.use_bias:
-            zeros = nn.initializers.zeros
-            bias_F = parameter(self, "bias", zeros, (self.features,), self.axes[1:])
-            y_XCF = y_XCF + broadcast(bias_F.astype(self.dtype), y_XCF.shape)
-        return y_XCF
-
-
-def _linear(tied, channels, *options, name):
-    """One linear layer for all channels, or one for each."""
-    if tied:
-        return CommonLinear(*options, name=name)
-    return ExpertLinear(channels, *options, name=name)
 
 
 class ChannelAttention(Attention):
@@ -127,7 +88,7 @@ class ChannelAttention(Attention):
         y_XBTKH = jnp.moveaxis(self._by_channel(out_BTNH, self.config.num_heads), 2, 0)
         y_XBTH = exchange(y_XBTKH.reshape(*y_XBTKH.shape[:3], -1), BY_ROW, BY_CHANNEL)
         options = self.width, ("heads", "embed"), self.std_out, use_bias, self.dtype
-        out = _linear(self.tied, self.channels, *options, name="out")
+        out = ExpertLinear(self.channels, *options, is_shared=self.tied, name="out")
         y_XCD = out(y_XBTH.reshape(self.channels, batch * length, -1))
         return y_XCD.reshape(self.channels, batch, length, self.width)
 
@@ -146,13 +107,13 @@ class ChannelMLP(nn.Module):
         options = c.std, c.use_bias, c.dtype
 
         def inward(name):
-            fields = hidden, ("embed", "mlp"), *options
-            return _linear(self.is_shared or soft.tied, channels, *fields, name=name)(x_XCD)
+            fields, is_shared = (hidden, ("embed", "mlp"), *options), self.is_shared or soft.tied
+            return ExpertLinear(channels, *fields, is_shared, name=name)(x_XCD)
 
         h_XCF = activate(c.mlp.activation, inward)
         h_XCF = constrain(h_XCF, "act_expert", "expert_batch", "act_mlp")
         fields = soft.features(x_XCD.shape[-1]), ("mlp", "norm"), *options
-        return _linear(self.is_shared, channels, *fields, name="down")(h_XCF)
+        return ExpertLinear(channels, *fields, self.is_shared, name="down")(h_XCF)
 
 
 class SoftMLP(nn.Module):
@@ -169,7 +130,8 @@ class SoftMLP(nn.Module):
             y_XCD = y_XCD + ChannelMLP(c, is_shared=True, name="shared")(h_XCD)
         y_XCD = constrain(y_XCD, "act_expert", "expert_batch", None)
         # The m D / s features are too few to split over devices.
-        out = CommonLinear(width, ("norm", "embed"), c.std_out, c.use_bias, c.dtype, name="out")
+        fields = width, ("norm", "embed"), c.std_out, c.use_bias, c.dtype
+        out = ExpertLinear(c.soft.num, *fields, is_shared=True, name="out")
         return out(y_XCD).reshape(h_XBTD.shape)
 
 
@@ -190,18 +152,11 @@ class SoftBlock(Block):
 
     def __call__(self, x_BTD, call, context=None):
         """`context` = (states [B, S, D], their call, ...): attend to these instead of to x."""
-        c, norm = self.config, self.norm_attention
-        if context is not None:
-            context = norm_input(c, norm, context[0]), context[1]
-        a_XBTD = self.attention(norm_input(c, norm, x_BTD), call, context)
+        c, a_XBTD = self.config, self.attention_increment(x_BTD, call, context)
         if a_XBTD is None:  # the call only writes keys and values
             return None
-        a_XBTD = norm_output(c, norm, a_XBTD)
-        a_XBTD = _with_dropout(self.dropout_attention_output, a_XBTD, call)
         h_XBTD = mlp_input(c, broadcast(x_BTD, a_XBTD.shape), a_XBTD)
-        m_XBTD = self.mlp(norm_input(c, self.norm_mlp, constrain(h_XBTD, *BY_CHANNEL)))
-        m_XBTD = norm_output(c, self.norm_mlp, m_XBTD)
-        m_XBTD = _with_dropout(self.dropout_mlp_output, m_XBTD, call)
+        m_XBTD = self.mlp_increment(constrain(h_XBTD, *BY_CHANNEL), call)
         return merge(c.soft.merge, exchange(a_XBTD + m_XBTD, BY_CHANNEL, BY_ROW))
 
 
@@ -210,10 +165,3 @@ def _make_dropout(c, site):
     if c.dropout.learned and c.dropout.active(site):
         return [make_dropout(c, site) for _ in range(c.soft.num)]
     return make_dropout(c, site)
-
-
-def _with_dropout(dropout, x_XBTD, call):
-    if not isinstance(dropout, list | tuple):
-        return with_dropout(dropout, x_XBTD, call)
-    pairs = zip(dropout, x_XBTD, strict=True)
-    return jnp.stack([mask(x_BTD, call) for mask, x_BTD in pairs])

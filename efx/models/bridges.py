@@ -57,7 +57,7 @@ class BridgedConfig:
     def resolved(self):
         """Raise UsageError without a model to read; there are no defaults to fill in."""
         if not self.augment:
-            raise UsageError("config.model.augment=(): needs at least one run directory")
+            self.refuse("augment", "needs at least one run directory")
         return self
 
 
@@ -244,12 +244,7 @@ def _check_members(c, members):
                 "run once each, one after another, with a state for each token"
             )
         if c.pairs > len(layer_paths(model)):
-            raise UsageError(
-                f"config.model.pairs={c.pairs}: must be at most {len(layer_paths(model))}, the "
-                f"layers of {where}"
-            )
+            c.refuse("pairs", f"must be at most {len(layer_paths(model))}, the layers of {where}")
     width = members[0].config.width
     if width % c.num_heads:
-        raise UsageError(
-            f"config.model.num_heads={c.num_heads}: must divide the anchor's width, {width}"
-        )
+        c.refuse("num_heads", f"must divide the anchor's width, {width}")

@@ -177,11 +177,9 @@ class DecoderBlock(blocks.Block):
         context = blocks.norm_input(c, self.norm_encoder, encoder_BSD), key_call
         x_BTD = blocks.norm_input(c, self.norm_cross, x_BTD)
         y_BTD = self.cross_attention(x_BTD, call, context)
-        if y_BTD is None:
-            return None
-        y_BTD = blocks.norm_output(c, self.norm_cross, y_BTD)
-        y_BTD = blocks.with_dropout(self.dropout_cross_output, y_BTD, call)
-        sow_increment(self, "cross", y_BTD, stream_BTD, call.valid_mask(len(y_BTD)), call)
+        y_BTD = blocks.increment(c, self.norm_cross, self.dropout_cross_output, y_BTD, call)
+        if y_BTD is not None:
+            sow_increment(self, "cross", y_BTD, stream_BTD, call.valid_mask(len(y_BTD)), call)
         return y_BTD
 
 

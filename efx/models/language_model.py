@@ -6,7 +6,6 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen as nn
 
-from efx.errors import UsageError
 from efx.layers import attend, flops, mup
 from efx.layers.block import with_dropout
 from efx.layers.learned_dropout import make_dropout, make_mask_input
@@ -219,10 +218,10 @@ class LanguageModel(nn.Module):
     def check_context(self, length):
         """Raise UsageError for more tokens than learned positions."""
         if length > self.config.context:
-            raise UsageError(
-                f"config.model.context={self.config.context}: rows of {length} tokens are "
-                "longer than the learned positions; use shorter rows, or train with a longer "
-                "context"
+            self.config.refuse(
+                "context",
+                f"rows of {length} tokens are longer than the learned positions; use shorter rows, "
+                "or train with a longer context",
             )
 
     # ---- the output layer ----

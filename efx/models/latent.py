@@ -32,11 +32,11 @@ from efx.errors import UsageError
 from efx.layers import batch_means, flops, learned_dropout, mup, norms
 from efx.layers.block import (
     Block,
+    increment,
     make_attention,
     make_norm,
     mlp_input,
     norm_input,
-    norm_output,
     with_dropout,
 )
 from efx.layers.config import (
@@ -341,8 +341,7 @@ class Compress(Block):
             a = self.attention(n, call)
         h = self.residual(x)
         call = with_mask_input(self.mask_input, h, call)
-        a = norm_output(b, self.norm_attention, a)
-        a = with_dropout(self.dropout_attention_output, a, call)
+        a = increment(b, self.norm_attention, self.dropout_attention_output, a, call)
         h = h + a + self.mlp_increment(mlp_input(b, h, a), call)
         if not is_perceiver:
             h = _last_of_groups(self.blocks(h, call), fine, coarse)

@@ -78,10 +78,10 @@ class DepthRoutingConfig:
             or ends != sorted(set(ends))
             or not all(0 < end < 1 for end in ends)
         ):
-            raise UsageError(
-                f"{self.where}.capacity_stages={self.capacity_stages}: expected ((fraction of "
-                "training, capacity), ...) with increasing fractions between 0 and 1 and "
-                "capacities in (0, 1]"
+            self.refuse(
+                "capacity_stages",
+                "expected ((fraction of training, capacity), ...) with increasing fractions "
+                "between 0 and 1 and capacities in (0, 1]",
             )
         if self.capacity_stages and self.kind == "none":
             self.refuse("capacity_stages", f"needs {self.where}.kind='mod' or 'recursion'")
@@ -92,39 +92,28 @@ class DepthRoutingConfig:
                 "('aux_loss',) could train; use 'threshold'",
             )
         if not self.routes_attention and self.kv_for_skipped:
-            raise UsageError(
-                f"{self.where}.kv_for_skipped=True: not with target={self.target!r}, which routes "
-                "no attention"
-            )
+            self.refuse("kv_for_skipped", f"target={self.target!r} routes no attention; use False")
         if self.target != "block" and self.kind == "recursion":
-            raise UsageError(
-                f"{self.where}.target={self.target!r}: not with kind='recursion', which repeats "
-                "whole blocks; use 'block'"
-            )
+            self.refuse("target", "kind='recursion' repeats whole blocks; use 'block'")
 
     def check_depth(self, *depths):
         """Raise UsageError unless these settings suit stacks of these depths."""
         blocks, count = self.blocks, sum(depths)
         if any(b >= count for b in blocks) or list(blocks) != sorted(set(blocks)):
-            raise UsageError(
-                f"{self.where}.blocks={blocks}: expected ascending block numbers between 0 and "
-                f"{count - 1}"
-            )
+            self.refuse("blocks", f"expected ascending block numbers between 0 and {count - 1}")
         if self.kind == "recursion":
             self._check_recursion(count)
         warn_if_router_is_untrained(self)
         if self.kind == "mod" and not blocks and self.every > max(depths):
-            raise UsageError(
-                f"{self.where}.every={self.every}: the stack has {max(depths)} blocks, so none "
-                f"would be routed; use a smaller number, or {self.where}.kind='none'"
+            self.refuse(
+                "every",
+                f"the stack has {max(depths)} blocks, so none would be routed; use a smaller "
+                f"number, or {self.where}.kind='none'",
             )
         try:
             self.routed_blocks(*depths)
         except ValueError:
-            raise UsageError(
-                f"{self.where}.capacity={self.capacity}: expected one value, or one for each "
-                "routed block"
-            ) from None
+            self.refuse("capacity", "expected one value, or one for each routed block")
 
     def _check_recursion(self, depth):
         if depth < 3:
@@ -133,24 +122,22 @@ class DepthRoutingConfig:
                 "blocks: the first, the last and a repeated one"
             )
         if self.blocks:
-            raise UsageError(
-                f"{self.where}.blocks={self.blocks}: not with {self.where}.kind='recursion', "
-                "which repeats all blocks between the first and the last; leave it at ()"
-            )
+            self.refuse("blocks", "kind='recursion' repeats all but the first and last; use ()")
         capacities = self.step_capacities
         if len(capacities) != self.recursions or list(capacities) != sorted(
             capacities, reverse=True
         ):
-            raise UsageError(
-                f"{self.where}.capacity={self.capacity}: expected one value, or one for each "
-                f"of the {self.recursions} steps ({self.where}.recursions), none larger than "
-                "the previous one"
+            self.refuse(
+                "capacity",
+                f"expected one value, or one for each of the {self.recursions} steps "
+                f"({self.where}.recursions), none larger than the previous one",
             )
         if self.capacity_stages and (len(capacities) < 2 or capacities[0] < 1):
-            raise UsageError(
-                f"{self.where}.capacity_stages={self.capacity_stages}: a stage of a recursion "
-                f"is 1, c, c^2...: {self.where}.recursions must be at least 2, and the first "
-                f"step must compute all tokens, also in {self.where}.capacity={self.capacity}"
+            self.refuse(
+                "capacity_stages",
+                f"a stage of a recursion is 1, c, c^2...: {self.where}.recursions must be at least "
+                f"2, and the first step must compute all tokens, also in {self.where}.capacity="
+                f"{self.capacity}",
             )
 
     @property
@@ -226,7 +213,7 @@ class DepthRoutingConfig:
     def slots(self, capacity, length, mode):
         """C: tokens of a sequence that a routed block computes at most; mode: a
         `TokenContext.selection`."""
-        if self.rule.is_exact(mode in ("train", "topk")):
+        if mode in ("train", "topk") and not self.rule.is_causal:
             return selection.num_slots(capacity, length)
         return selection.num_causal_slots(self.causal_rate(capacity), length)
 

@@ -71,10 +71,9 @@ class MoDBlock(nn.Module):
         return self._route(attended_BTD, x_BTD if is_parallel else attended_BTD, call)
 
     def _route(self, residual_BTD, x_BTD, call):
-        """Add gate * part(x) of the selected tokens to `start`, the residual stream.
+        """Add gate * part(x) of the selected tokens to the residual stream.
 
-        part: the block, its attention or its MLP, see `config.target`. Returns: (output [B, T, D],
-        mask [B, T] of the computed tokens).
+        part: the block, its attention or its MLP, see `config.target`. Returns as `__call__`.
         """
         c, length, input_BTD = self.config, x_BTD.shape[1], x_BTD
         if c.router_norm == "rms":
@@ -85,12 +84,11 @@ class MoDBlock(nn.Module):
         valid_BT = call.valid_mask(len(x_BTD))
         selectable_BT = valid_BT if call.selectable_BT is None else valid_BT & call.selectable_BT
         decision = call.selection if call.selection in c.trained_decisions else c.causal_decision
+        arguments = decision, input_BTD, score_BT, selectable_BT, call
         if call.decode:
-            computed_BT, count_BT = self._select_new(
-                decision, input_BTD, score_BT, selectable_BT, call
-            )
+            computed_BT, count_BT = self._select_new(*arguments)
         else:
-            computed_BT = self._select(decision, input_BTD, score_BT, selectable_BT, call)
+            computed_BT = self._select(*arguments)
             count_BT = selection.running_count(computed_BT, call.segment_ids_BT)
             sow_choice(self, "routed", computed_BT, call)
             sow_choice(self, "gate", jnp.where(computed_BT, gate_BT, 0.0), call)
@@ -105,16 +103,11 @@ class MoDBlock(nn.Module):
         if c.kv_for_skipped:
             part = functools.partial(part, context=(x_BTD, call, index_BC))
         out_BTD = _add_gated(part, residual_BTD, index_BC, x_BTD, gate_BT, routed)
-        self._sow_health(out_BTD, residual_BTD, score_BT, gate_BT, computed_BT, selectable_BT, call)
-        return out_BTD, computed_BT
-
-    def _sow_health(
-        self, out_BTD, residual_BTD, score_BT, gate_BT, computed_BT, selectable_BT, call
-    ):
         increment_BTD = out_BTD.astype(jnp.float32) - residual_BTD
         sow_increment(self, "router", increment_BTD, residual_BTD, computed_BT, call)
         if health_requested(self, call):
             decisions.sow_gates(self, score_BT, gate_BT, computed_BT, selectable_BT)
+        return out_BTD, computed_BT
 
     def _part_of(self, block):
         """The routed part of the block: all of it, its attention or its MLP."""
@@ -141,11 +134,12 @@ class MoDBlock(nn.Module):
         if documents is None:  # else top-k sorts each document, and the threshold the row
             largest_BC = selection.largest(scores, self.capacity, selectable_BT)
         topk_BT = selection.select_topk(scores, self.capacity, selectable_BT, documents, largest_BC)
-        admitted = {}
+        rate, admitted = c.causal_rate(self.capacity), {}
+        slots = c.slots(self.capacity, x_BTD.shape[1], "causal")
         for name in c.trained_decisions:
             logit_BT = getattr(self, name)(x_BTD, score_BT)
             selected_BT = (logit_BT > 0) & selectable_BT
-            admitted[name] = self._admit(selected_BT, call)
+            admitted[name] = selection.admit(selected_BT, rate, call, slots=slots)
             if batch_means.is_collecting(self):
                 loss, prefix = DECISIONS[name].loss, "router" if name == c.causal_decision else name
                 if name == "aux_loss" and not c.bce_reaches_input:
@@ -171,11 +165,6 @@ class MoDBlock(nn.Module):
                 self.threshold.update(score_BT, selectable_BT, valid_BT, largest_BC)
         return computed_BT
 
-    def _admit(self, selected_BT, call):
-        c, length = self.config, selected_BT.shape[1]
-        rate, slots = c.causal_rate(self.capacity), c.slots(self.capacity, length, "causal")
-        return selection.admit(selected_BT, rate, call, slots=slots)
-
     # ---- decoding: the same decision and limit for new tokens ----
 
     @nn.compact
@@ -196,7 +185,7 @@ class MoDBlock(nn.Module):
         return mask_BT, before_B[:, None] + selection.running_count(mask_BT)
 
     def _compute_new(self, residual_BTD, x_BTD, gate_BT, computed_BT, call):
-        """Add gate * part(x) of the selected new tokens to `start`.
+        """Add gate * part(x) of the selected new tokens to the residual stream.
 
         The KV cache of the block holds the selected tokens; with `kv_for_skipped`, all tokens. A
         while loop computes them (`selection.loop_over_selected`).

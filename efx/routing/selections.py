@@ -23,13 +23,5 @@ class Selection:
     select: Callable = select_topk
     is_causal: bool = False
 
-    def is_exact(self, looks_ahead):
-        """Whether at most `num_slots` tokens of a row are selected; else the causal limit holds.
-
-        Args:
-          looks_ahead: see `TokenContext.looks_ahead`.
-        """
-        return looks_ahead and not self.is_causal
-
 
 SELECTIONS = {"topk": Selection(), "threshold": Selection(is_causal=True)}

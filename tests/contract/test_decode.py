@@ -15,7 +15,7 @@ from flax import linen as nn
 from routing_reference import np_admit
 
 from efx import models
-from efx.layers import attend, batch_means, flops, selection
+from efx.layers import attend, batch_means, flops, kv_cache, selection
 from efx.layers.block import Block
 from efx.models import stack
 
@@ -38,13 +38,6 @@ MODELS = {
         "depth_routing.every": 1,
         "depth_routing.capacity": (0.2, 0.1),
         "depth_routing.slack": 1.0,
-    },
-    "recursion": {
-        **ROUTED,
-        "depth": 3,
-        "depth_routing.kind": "recursion",
-        "depth_routing.recursions": 3,
-        "depth_routing.capacity": (1.0, 0.6, 0.3),
     },
     "mod_gpt2": {**ROUTED, "preset": "gpt2", "depth_routing.capacity": 0.3},
     "masks_context": {
@@ -222,6 +215,21 @@ def test_as_many_tokens_overflow_in_decoding_as_in_a_full_pass(name):
 
 
 # ---- skipped work ----------------------------------------------------------------------
+
+
+def test_a_cpu_reads_no_block_of_slots_behind_the_used_ones():
+    """These hold NaN."""
+    cache = models.init_cache(build("mod")[0], 1, CONTEXT)
+
+    def unread(path, leaf):
+        is_read = path[-1].key not in kv_cache.KEYS_AND_VALUES
+        return leaf if is_read else leaf.at[..., attend._CACHE_BLOCK :].set(np.nan)
+
+    cache = jax.tree_util.tree_map_with_path(unread, cache)
+    calls = families.chunks(np.array([9]), np.array([10]), 9)
+    logits_BTV, _ = families.read(decoder("mod"), cache, tokens()[:1], calls)
+    assert np.isfinite(logits_BTV[:, :10]).all()
+
 
 LATENT = {
     "family": "latent",

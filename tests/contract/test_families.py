@@ -534,6 +534,26 @@ def test_the_ledger_is_what_is_executed(name, monkeypatch):
         assert counted == pytest.approx(sum(ledger.values()) + extra, rel=1e-12), selection
 
 
+@every_row(families.skips_tokens, **CHEAP)
+def test_measured_shares_replace_the_planned_ones(name):
+    """Of as many tokens and pairs as planned they change nothing; without a token a routed part
+    costs nothing, nor do its adapters."""
+    model = families.build(name)
+    length, planned, shares = model.stack_length(LENGTH), model.ledger(LENGTH).nominal, {}
+    routed = {path: spec for path, spec in model.blocks().items() if spec.routing is not None}
+    for path, spec in routed.items():
+        tokens = spec.routing.slots(spec.capacity, length, "train")
+        pairs = flops.causal_pairs(tokens) / flops.causal_pairs(length)
+        shares[path] = tokens / length, pairs
+    assert model.ledger(LENGTH, shares=shares).nominal == pytest.approx(planned)
+    none = model.ledger(LENGTH, shares=dict.fromkeys(shares, (0.0, 0.0))).nominal
+    target = model.config.depth_routing.target
+    less = {part for part, count in none.items() if count < planned[part]}
+    expected = {"block": {"mlp", "attention_scores"}, "attention": {"attention_scores"}}
+    assert less >= expected.get(target, {"mlp"}) and not less & {"head", "router", "levels"}
+    assert ("adapters" in less) == ("adapters" in planned)
+
+
 def recomputed(jaxpr):
     """FLOPs of scores, half of an attention's products, that its backward pass computes again. The
     output layer, which has a backward pass of its own, too, is a single product."""

@@ -8,6 +8,7 @@ from fractions import Fraction
 import families
 import jax
 import numpy as np
+from formulas import linear, mlp, norm, rotated
 from scipy import special
 
 from efx.layers.selection import HEADROOM
@@ -51,24 +52,6 @@ def np_admit(selected_T, rate, counts_T, admitted=0, headroom=HEADROOM):
     return mask_T
 
 
-def linear(x, p):
-    return x @ p["kernel"] + p.get("bias", 0)
-
-
-def norm(x, p, kind, eps):
-    if kind == "layernorm":
-        x = x - x.mean(-1, keepdims=True)
-    return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + eps) * p["scale"] + p.get("bias", 0)
-
-
-def rotated(x_TNH, positions_T, theta):
-    """Rotary embedding as a product of complex numbers."""
-    half = x_TNH.shape[-1] // 2
-    z = x_TNH[..., :half] + 1j * x_TNH[..., half:]
-    z = z * np.exp(1j * positions_T[:, None, None] * theta ** (-np.arange(half) / half))
-    return np.concatenate([z.real, z.imag], -1)
-
-
 def np_attention(x_TD, p, b, positions_T, visible_TS):
     """Masked attention of all T tokens of one row."""
     a, heads = b.attention, {}
@@ -85,14 +68,6 @@ def np_attention(x_TD, p, b, positions_T, visible_TS):
     weights = special.softmax(np.where(visible_TS, scores, -np.inf), axis=-1)
     out = np.einsum("nts,snh->tnh", weights, heads["value"]).reshape(len(x_TD), -1)
     return linear(out, p["out"])
-
-
-def np_mlp(x_TD, p, activation):
-    up = linear(x_TD, p["up"])
-    if activation == "swiglu":
-        gate = linear(x_TD, p["gate"])
-        return linear(gate * special.expit(gate) * up, p["down"])
-    return linear(0.5 * up * (1 + special.erf(up / np.sqrt(2))), p["down"])
 
 
 def np_layer(x_TD, p, spec, choose=None, positions_T=None, seen_T=None):
@@ -118,9 +93,9 @@ def np_layer(x_TD, p, spec, choose=None, positions_T=None, seen_T=None):
         h_TD = norm(x_TD, p["norm_attention"], b.norm, b.norm_eps)
         return np_attention(h_TD, p["attention"], b, positions_T, visible_TS)
 
-    def mlp(y_TD):
+    def increment_of_mlp(y_TD):
         h_TD = norm(y_TD, p["norm_mlp"], b.norm, b.norm_eps)
-        return np_mlp(h_TD, p["mlp"], b.mlp.activation)
+        return mlp(h_TD, p["mlp"], b.mlp.activation)
 
     def route(y_TD):
         """(routed tokens, gate)"""
@@ -137,7 +112,7 @@ def np_layer(x_TD, p, spec, choose=None, positions_T=None, seen_T=None):
         if r is not None and r.skip_mlp:
             q = p["skip_mlp"]
             h_TD = norm(read_TD, q["norm"], b.norm, b.norm_eps)
-            skipped_TD = start_TD + np_mlp(h_TD, q["mlp"], b.mlp.activation)
+            skipped_TD = start_TD + mlp(h_TD, q["mlp"], b.mlp.activation)
         return np.where(routed_T[:, None], start_TD + gate_T1 * part_TD, skipped_TD)
 
     def read_by_mlp(y_TD):
@@ -147,15 +122,15 @@ def np_layer(x_TD, p, spec, choose=None, positions_T=None, seen_T=None):
         y_TD = x_TD + attention(all_T)
         read_TD = read_by_mlp(y_TD)
         routed_T, gate_T1 = route(read_TD)
-        return add(y_TD, mlp(read_TD), routed_T, gate_T1, read_TD), routed_T
+        return add(y_TD, increment_of_mlp(read_TD), routed_T, gate_T1, read_TD), routed_T
     routed_T, gate_T1 = route(x_TD)
     if target == "mlp_only":
-        return add(x_TD, mlp(x_TD), routed_T, gate_T1, x_TD), routed_T
+        return add(x_TD, increment_of_mlp(x_TD), routed_T, gate_T1, x_TD), routed_T
     a_TD = attention(routed_T)
     if target == "attention":
         y_TD = add(x_TD, a_TD, routed_T, gate_T1, x_TD)
-        return y_TD + mlp(read_by_mlp(y_TD)), routed_T
-    delta_TD = a_TD + mlp(read_by_mlp(x_TD + a_TD))
+        return y_TD + increment_of_mlp(read_by_mlp(y_TD)), routed_T
+    delta_TD = a_TD + increment_of_mlp(read_by_mlp(x_TD + a_TD))
     return add(x_TD, delta_TD, routed_T, gate_T1, x_TD), routed_T
 
 

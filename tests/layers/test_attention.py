@@ -8,12 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from efx.layers import attend, flops, kv_cache
-from efx.layers.attention import Attention, rope
+from efx.layers import attend, flops
+from efx.layers.attention import rope
 from efx.layers.config import AttentionConfig, RopeScalingConfig
-from efx.layers.dropout import StandardDropout
-from efx.layers.token_context import CacheView, TokenContext
-from efx.parallel import sharding
 
 B, T, N, K, H = 2, 11, 4, 2, 6
 LONG = 700  # with chunks of 600: one loop over two blocks, and a last block
@@ -155,73 +152,6 @@ def test_changed_probabilities_weigh_the_values(window):
     np.testing.assert_allclose(probs_BKGTS.sum(axis=-1), 1.0, rtol=1e-5)
 
 
-def test_dropout_drops_and_scales_probabilities_only_in_training():
-    config = AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=H, rope_theta=0.0, bias="none")
-    dropout = functools.partial(StandardDropout, 0.25)
-    layer = Attention(config, 0.2, 0.2, 1e-5, dropout, jnp.float32, width=8)
-    x_BTD, call = random(200, 1, 8), TokenContext(np.zeros((1, 1), int))
-    variables = families.jit(layer.init)(jax.random.key(0), x_BTD, call)
-    training = call.replace(train=True)
-    plain_BTD = layer.apply(variables, x_BTD, call)
-    dropped_BTD = layer.apply(variables, x_BTD, training, rngs={"dropout": jax.random.key(1)})
-    # A lone token attends to itself with probability 1, which is dropped or scaled.
-    is_dropped_B = np.all(dropped_BTD == 0, axis=(1, 2))
-    assert 0.15 < is_dropped_B.mean() < 0.35
-    scaled = dropped_BTD[~is_dropped_B], plain_BTD[~is_dropped_B] / 0.75
-    np.testing.assert_allclose(*scaled, atol=1e-6)
-
-
-# ---- the cache ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_decoding_in_pieces_equals_the_full_pass(platform, monkeypatch):
-    """Pieces with padding before and after tokens, of some rows by their numbers, then single
-    tokens. A CPU reads 128 slots at a time, and none after the used ones."""
-    rows, length, size = 3, 148, 152
-    config = AttentionConfig(
-        num_heads=2, num_kv_heads=1, head_dim=H, window=100, softcap=0.9, bias="all"
-    )
-    layer = Attention(config, 0.5, 0.5, 1e-5, None, jnp.float32, width=8)
-    x_BTD, whole = random(rows, length, 8), TokenContext(np.arange(length)[None])
-    params = {"params": families.jit(layer.init)(jax.random.key(0), x_BTD, whole)["params"]}
-    expected_BTD = np.asarray(families.jit(layer.apply)(params, x_BTD, whole))
-    monkeypatch.setattr(sharding, "platform", lambda: platform)
-    done_B = np.zeros(rows, int)
-
-    @families.jit
-    def apply(cache, x_BTD, positions_BT, rows_B):
-        call = TokenContext(positions_BT, cache=CacheView(size, rows_B=rows_B))
-        return layer.apply(params | {"cache": cache}, x_BTD, call, mutable=["cache"])
-
-    def step(cache, counts, width, rows_B=None, before=0):
-        """Read the next tokens of each row, with padding before them, and check the outputs."""
-        row_B = np.arange(rows) if rows_B is None else np.array(rows_B)
-        place_T = np.arange(width) - before
-        is_real = (place_T >= 0) & (place_T < np.array(counts)[:, None])
-        positions = np.where(is_real, done_B[row_B][:, None] + place_T, -1)
-        new = np.where(is_real[..., None], x_BTD[row_B[:, None], positions], 7.0)
-        rows_B = None if rows_B is None else jnp.array(rows_B)
-        out, state = apply(cache, np.float32(new), np.int32(positions), rows_B)
-        expected = expected_BTD[row_B[:, None], positions]
-        np.testing.assert_allclose(np.asarray(out)[is_real], expected[is_real], atol=2e-5)
-        np.add.at(done_B, row_B, counts)
-        return state["cache"]
-
-    empty = TokenContext(np.zeros((1, 1), np.int32), cache=CacheView(size))
-    cache = layer.init(jax.random.key(0), x_BTD[:, :1], empty)["cache"]
-    if platform == "cpu":
-        nan = {name: cache[name].at[..., 128:].set(np.nan) for name in kv_cache.KEYS_AND_VALUES}
-        cache = {**cache, **nan}
-    cache = step(cache, [100, 90, 5], width=101)
-    cache = step(jax.tree.map(jnp.nan_to_num, cache), [30, 31, 0], width=101)
-    cache = step(cache, [4, 2], width=6, rows_B=[2, 0], before=2)
-    for counts, rows_B in [([1, 1, 1], None), ([1, 1], [1, 0]), ([0, 1, 1], None)]:
-        cache = step(cache, counts, width=1, rows_B=rows_B)
-        cache = step(cache, [0, 0, 0], width=1)  # padding changes nothing
-    step(cache, [3, 6], width=6, rows_B=[1, 2])
-
-
 # ---- rotary positions --------------------------------------------------------------------------
 
 
@@ -245,20 +175,8 @@ def test_rope_scaling():
     np.testing.assert_allclose(llama3, expected, rtol=1e-4)
 
 
-def test_rope_rotates_pairs():
-    """By position * theta^(-2i/H); scores depend only on the difference of positions."""
-    (q, k, _), plain, order = inputs(kv_heads=N), AttentionConfig(), np.arange(T)[None]
-    x = np.float32([1, 1, 0, 0]) * np.ones((1, 3, 1, 1), np.float32)
-    y = rope(x, np.array([[0, 1, 7]]), AttentionConfig(rope_theta=100.0))
-    for row, t in zip(y[0, :, 0], (0, 1, 7), strict=True):
-        expected = [np.cos(t), np.cos(t / 10), np.sin(t), np.sin(t / 10)]
-        np.testing.assert_allclose(row, expected, atol=1e-6)
-    scores = [
-        np.einsum("btnh,bsnh->bnts", rope(q, order + shift, plain), rope(k, order + shift, plain))
-        for shift in (0, 5)
-    ]
-    np.testing.assert_allclose(*scores, atol=1e-4)
-    partial = rope(q, order, AttentionConfig(rope_fraction=4 / H))
-    np.testing.assert_array_equal(partial[..., 4:], q[..., 4:])
-    np.testing.assert_allclose(partial[..., :4], rope(q[..., :4], order, plain), atol=1e-6)
-    assert rope(q.astype(jnp.bfloat16), order, plain).dtype == jnp.bfloat16
+def test_the_first_features_of_a_head_rotate():
+    q, order, whole = inputs()[0], np.arange(T)[None], AttentionConfig()
+    part = rope(q, order, AttentionConfig(rope_fraction=4 / H))
+    np.testing.assert_array_equal(part[..., 4:], q[..., 4:])
+    np.testing.assert_allclose(part[..., :4], rope(q[..., :4], order, whole), atol=1e-6)

@@ -8,19 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from held_out import evaluate
 from refusals import refused
 
 from efx import models
-from efx.configs import common
 from efx.layers import selection
 from efx.layers.token_context import TokenContext
 from efx.models.stack import Layer
-from efx.parallel import sharding
 from efx.routing import scores
 from efx.routing.config import DepthRoutingConfig
 from efx.routing.scores import SCORES
 from efx.train.eval_step import evaluation_keys
-from efx.train.evaluator import Evaluator, describe
+from efx.train.evaluator import describe
 
 CHANGES = {
     "depth_routing.kind": "mod",
@@ -31,10 +30,6 @@ CHANGES = {
     "depth": 2,
     "mlp.hidden": 16,
 }
-LATENT = {"family": "latent", "group_size": 4, "latents": (2,), "level_widths": (8,)}
-
-
-CONTROLS = "stochastic", "position", "token_hash"
 
 
 @functools.cache
@@ -86,13 +81,6 @@ def selected(model, variables, tokens_BT, keys):
     return np.any(np.asarray(below) != np.asarray(above), axis=-1)
 
 
-@pytest.mark.parametrize("name", CONTROLS)
-def test_a_control_has_no_router(name):
-    model, variables = control(name)
-    assert "router" not in variables["params"]["layers"]["block_0"]
-    assert model.ledger(8).nominal["router"] == 0
-
-
 def test_every_block_draws_its_seed_when_the_model_is_made():
     model = control("token_hash")[0]
     scanned = models.changed(model, scan_layers=True)
@@ -135,41 +123,12 @@ def test_tokens_are_drawn_for_every_block_row_and_batch():
     refused(lambda: jax.eval_shape(model.apply, variables, tokens_BT), "score='stochastic'")
 
 
-class Held:
-    """Batches of a held-out split, all the same text."""
-
-    batches, eval_sets = 3, ()
-
-    def eval_batches(self, batch_size, max_batches, rows):
-        tokens = np.asarray(families.tokens(batch=2))[rows]
-        for _ in range(self.batches):
-            yield {
-                "inputs": tokens,
-                "targets": np.roll(tokens, -1, 1),
-                "weights": np.ones(tokens.shape, np.float32),
-            }
-
-    def scored_bytes(self, batch_size, max_batches):
-        return None
-
-    def scored_tokens(self, split):
-        return self.batches * 2 * families.LENGTH
-
-
 def test_a_stochastic_model_is_evaluated_with_new_draws():
     """Others in every batch, the same in every evaluation."""
-    (model, variables), held = control("stochastic"), Held()
-    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), jax.devices()[:1])
-    config = common.apply(
-        common.base(), {"data.seq_len": families.LENGTH, "evaluate.batch_size": 2}
-    )
-    evaluator, evaluated = Evaluator(model, config, held, mesh, sharding.DEFAULT_RULES), []
+    model, variables = control("stochastic")
     state = {"state": variables["state"]}
-    with sharding.use(mesh, sharding.DEFAULT_RULES):
-        for batches in (3, 1, 3):
-            held.batches = batches
-            evaluated.append(evaluator(variables["params"], state))
-    rows, first, again = evaluated
+    splits = (0, 0, 0), (0,), (0, 0, 0)
+    rows, first, again = evaluate(model, variables["params"], state, *splits)
     assert rows["eval/loss"] == again["eval/loss"]
     assert abs(rows["eval/loss"] - first["eval/loss"]) > 1e-4
     assert rows["eval/loss_topk"] != rows["eval/loss"] and rows["eval/router/accuracy"] > 0.8
@@ -196,15 +155,13 @@ def test_spaced_positions_are_as_many_as_the_capacity_of_any_length(capacity):
     np.testing.assert_array_equal(score("position", far, capacity)[0] > 0, expected_T)
 
 
-def test_spaced_positions_are_a_function_of_position():
-    """Whatever the tokens, the row, the batch, the length of the text and the selection."""
+def test_spaced_positions():
+    """In every block, whatever the tokens and the selection."""
     model, variables = control("position")
     expected_BT = np.tile(np.arange(families.LENGTH) % 4 == 0, (3, 1))
-    for whole_BT in selected(model, variables, families.tokens(batch=3), None):
-        np.testing.assert_array_equal(whole_BT, expected_BT)
-    trained, tokens_BT = model.clone(selection="train"), families.tokens(seed=1, batch=3, length=13)
-    for part_BT in selected(trained, variables, tokens_BT, None):
-        np.testing.assert_array_equal(part_BT, expected_BT[:, :13])
+    for each in (model, model.clone(selection="train")):
+        for chosen_BT in selected(each, variables, families.tokens(batch=3), None):
+            np.testing.assert_array_equal(chosen_BT, expected_BT)
     chosen = {
         capacity: np.flatnonzero(score("position", TokenContext(np.arange(16)[None]), capacity) > 0)
         for capacity in (1e-30, 0.125, 0.375, 1.0)
@@ -239,21 +196,3 @@ def test_a_threshold_selects_whole_types_of_tokens_and_the_capacity():
     assert len(np.unique(fractions_of, axis=0)) >= 3
 
 
-def test_blocks_select_types_by_their_seeds():
-    (model, variables), tokens_BT = control("token_hash"), families.tokens(batch=2)
-
-    def chosen(*seeds):
-        state = {
-            f"block_{i}": {"scorer": {"seed": np.int32(seed)}, "threshold": threshold()}
-            for i, seed in enumerate(seeds)
-        }
-        return selected(model, {**variables, "state": {"layers": state}}, tokens_BT, None)
-
-    first, second = chosen(0, 2048)
-    np.testing.assert_array_equal(chosen(2048, 0), [second, first])
-    assert np.any(first) and np.any(first != second)
-
-
-def test_latents_have_no_ids():
-    changes = {**CHANGES, **LATENT, "depth_routing.score": "token_hash"}
-    refused(lambda: families.make(changes), "score='token_hash'", "family='latent'")

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from formulas import norm
 from routing_reference import (
     LENGTH,
     OPTIONS,
     ROWS,
     activations,
     layer,
-    norm,
     np_admit,
     np_layer,
     np_topk,
@@ -187,14 +187,3 @@ def test_calibrated_thresholds_are_the_mean_quantile_of_some_batches():
     np.testing.assert_allclose(got["quantile"], middle, rtol=1e-4)
     assert got["steps"] == variables["state"]["layers"]["block_0"]["threshold"]["steps"]
     assert calibrate(families.build("mod"), params, {}, batches) == {}
-
-
-@pytest.mark.parametrize("window", [0, 5])
-def test_realised_flops_of_as_many_tokens_as_planned_are_those_planned(window):
-    """A token sees itself however few are routed."""
-    routing = dict(kind="mod", capacity=0.25)
-    model = families.make(
-        families.dotted(dict(depth_routing=routing, attention={"window": window}))
-    )
-    shares = {"layers/block_1": (4 / 16, (4 * 5) / (16 * 17))}
-    assert model.ledger(16, shares=shares).nominal == pytest.approx(model.ledger(16).nominal)

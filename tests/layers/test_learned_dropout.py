@@ -10,19 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from test_moe import Held
 
 from efx import models
 from efx.config.load import load_config
 from efx.configs import common
 from efx.layers import learned_dropout as ld
-from efx.layers.block import Block
 from efx.layers.config import ElementwiseConfig
 from efx.layers.token_context import TokenContext
-from efx.models.stack import Layer
-from efx.parallel import sharding
 from efx.train import losses, optim
-from efx.train.evaluator import Evaluator, describe
 
 PI = np.pi
 
@@ -328,36 +323,6 @@ def test_stochastic_rounding_is_random_in_training_alone():
         np.testing.assert_array_equal(mask, 1)
 
 
-def test_routed_masks_read_the_mask_input_of_routed_tokens():
-    """A routed block is the block on the routed tokens, each with its own row of E'."""
-    changes = {"input": "embedding", "rounding": "none"}
-    changes = {f"dropout.attention.{key}": value for key, value in changes.items()}
-    routing = {"depth_routing.kind": "mod", "depth_routing.capacity": 0.5}
-    model = one_site("attention", "mlp_output", depth=2, **changes, **routing)
-    spec = model.specs()[1]
-    params = dict(families.random_params(model)["layers"]["block_1"])
-    state = families.random_state(model)["state"]["layers"]["block_1"]
-    rng = np.random.default_rng(0)
-    x_BTD, e_BTD = (np.float32(rng.normal(size=(1, 8, 32))) for _ in range(2))
-    whole = call(8, selection="train", mask_input_BTD=e_BTD)
-    variables = {"params": params, "state": state}
-    got_BTD = families.jit(Layer(spec).apply)(variables, x_BTD, whole)
-    score_T = x_BTD[0] @ np.asarray(params["router"])
-    inner = {name: leaf for name, leaf in params.items() if name != "router"}
-    routed = np.sort(np.argsort(score_T)[-4:])
-
-    @families.jit
-    def delta(e_BTD):
-        part = TokenContext(jnp.asarray(routed)[None], mask_input_BTD=e_BTD)
-        return Block(spec.blocks[0]).apply({"params": inner}, x_BTD[:, routed], part)
-
-    delta_BTD = np.asarray(delta(e_BTD[:, routed]))
-    expected_BTD = np.array(x_BTD)
-    expected_BTD[0, routed] += delta_BTD[0] / (1 + np.exp(-score_T[routed, None]))
-    np.testing.assert_allclose(got_BTD, expected_BTD, atol=1e-5)
-    assert np.abs(np.asarray(delta(e_BTD[:, :4])) - delta_BTD).max() > 1e-2
-
-
 @pytest.mark.parametrize("variant", ["", ":embedding", ":elementwise"])
 def test_one_pattern_matches_all_masks_and_they_are_not_decayed(variant, root, monkeypatch):
     monkeypatch.chdir(root)
@@ -370,32 +335,3 @@ def test_one_pattern_matches_all_masks_and_they_are_not_decayed(variant, root, m
     for path, group in groups.items():
         assert group.multiplier == (3.0 if path in masks else 1.0), path
         assert not (path in masks and group.decayed)
-
-
-# ---- evaluation --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_evaluation_reports_masks_by_layer(scan):
-    """The second of two layers closes its mask of the MLP's output."""
-    model = one_site("attention", "mlp_output", depth=2, scan_layers=scan)
-    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), jax.devices()[:1])
-    config = common.base()
-    config.data.seq_len, config.evaluate.batch_size = families.LENGTH, families.BATCH
-    evaluator = Evaluator(model, config, Held(), mesh, sharding.DEFAULT_RULES)
-
-    def closed(path, leaf):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if name.endswith("mask_value"):
-            return 0 * leaf
-        if not name.endswith("mask_shift"):
-            return leaf
-        shift = np.float32([[0.0], [PI]]) if scan else np.float32(PI * ("block_1" in name))
-        return 0 * leaf + shift
-
-    params = jax.tree_util.tree_map_with_path(closed, families.random_params(model))
-    with sharding.use(mesh, sharding.DEFAULT_RULES):
-        metrics = evaluator(jax.tree.map(np.asarray, params), {})
-    kept = [metrics[f"eval/dropout/kept/block_{i}"] for i in (0, 1)]
-    assert kept == [1.0, 0.0] and metrics["eval/dropout/kept"] == 0.5
-    assert "; masks keep 50.0%" in describe(3, metrics)

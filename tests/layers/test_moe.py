@@ -6,16 +6,17 @@ import logging
 import math
 
 import families
+import formulas
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from held_out import evaluate
 from refusals import refused
-from scipy.special import erf, expit, softmax
+from scipy.special import expit, softmax
 
 from efx import models, sampling
-from efx.configs import common
 from efx.layers import flops, selection
 from efx.layers.config import MoEConfig
 from efx.layers.moe import (
@@ -28,7 +29,6 @@ from efx.layers.moe import (
 from efx.layers.selection import HEADROOM
 from efx.layers.token_context import CacheView, TokenContext
 from efx.parallel import sharding
-from efx.train.evaluator import Evaluator
 
 B, T, D, F = 3, 32, 12, 10
 # Padding behind the tokens of a row, before them and between them.
@@ -72,25 +72,15 @@ def apply(module, params, selection="causal"):
 # ---- the layer in float64 ----------------------------------------------------------------------
 
 
-def mlp(p, activation="swiglu"):
-    """The MLP of all inputs, [B, T, D]."""
-
-    def linear(x, p):
-        return x @ np.float64(p["kernel"]) + np.float64(p["bias"])
-
-    x_BTD = np.float64(inputs())
-    up = linear(x_BTD, p["up"])
-    if activation == "gelu":
-        return linear(0.5 * up * (1 + erf(up / 2**0.5)), p["down"])
-    gate = linear(x_BTD, p["gate"])
-    return linear(gate * expit(gate) * up, p["down"])
+def mlp(p, activation="swiglu", index=...):
+    """The MLP of all inputs [B, T, D], or that of one expert."""
+    p = jax.tree.map(lambda leaf: np.float64(leaf[index]), p)
+    return formulas.mlp(np.float64(inputs()), p, activation)
 
 
 def sum_of_experts(params, weight_BTE, activation="swiglu"):
-    y_EBTD = [
-        mlp(jax.tree.map(lambda leaf, e=e: leaf[e], params["experts"]), activation)
-        for e in range(weight_BTE.shape[-1])
-    ]
+    experts = range(weight_BTE.shape[-1])
+    y_EBTD = [mlp(params["experts"], activation, e) for e in experts]
     return np.einsum("BTE,EBTD->BTD", weight_BTE, y_EBTD)
 
 
@@ -375,25 +365,6 @@ def test_a_sampler_counts_the_overflow_of_experts():
     assert sampler.stats["expert_choices"] == 2 * read
 
 
-class Held:
-    """Two batches of a held-out split."""
-
-    eval_sets = ()
-
-    def eval_batches(self, batch_size, max_batches, rows):
-        for seed in (0, 1):
-            tokens = np.asarray(families.tokens(seed))
-            weights = np.ones(tokens.shape, np.float32)
-            batch = {"inputs": tokens, "targets": np.roll(tokens, -1, 1), "weights": weights}
-            yield {name: x[rows] for name, x in batch.items()}
-
-    def scored_bytes(self, batch_size, max_batches):
-        return None
-
-    def scored_tokens(self, split):
-        return 2 * families.BATCH * families.LENGTH
-
-
 def test_flops_of_no_ops_are_counted_by_a_measured_share():
     """Not as if routers chose no-ops as often as experts."""
     changes = families.FAMILIES["mode_integrated"].changes  # two no-ops beside four experts
@@ -413,12 +384,7 @@ def test_flops_of_no_ops_are_counted_by_a_measured_share():
     "name", families.rows(["moe_expert_choice", "mode_integrated"], {"moe_expert_choice"})
 )
 def test_evaluation_reports_experts(name):
-    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1), jax.devices()[:1])
-    config = common.base()
-    config.evaluate.batch_size = families.BATCH
-    evaluator = Evaluator(families.build(name), config, Held(), mesh, sharding.DEFAULT_RULES)
-    with sharding.use(mesh, sharding.DEFAULT_RULES):
-        rows = evaluator(families.params_of(name), {})
+    (rows,) = evaluate(families.build(name), families.params_of(name), {}, (0, 1))
     blocks = [rows[f"eval/moe/overflow_fraction/block_{i}"] for i in (0, 1)]
     assert rows["eval/moe/overflow_fraction"] == pytest.approx(np.mean(blocks))
     if name == "moe_expert_choice":
@@ -428,5 +394,5 @@ def test_evaluation_reports_experts(name):
     not_computed = rows["eval/moe/noop_fraction"] + rows["eval/moe/overflow_fraction"]
     assert computed == pytest.approx(1 - not_computed, abs=1e-6)
     changes = {**families.FAMILIES[name].changes, "mlp.moe.computed_fraction": computed}
-    nominal = families.make(changes).ledger(config.data.seq_len).nominal_per_token
+    nominal = families.make(changes).ledger(families.LENGTH).nominal_per_token
     assert rows["eval/moe/flops_per_token"] == pytest.approx(nominal)

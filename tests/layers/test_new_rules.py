@@ -1,6 +1,6 @@
 """Scores, a selection, a gate and a decision that no list of efx names have what others have."""
 
-import functools
+import inspect
 
 import families
 import jax
@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import test_documents
+import test_families
 from new_rules import new_rules  # noqa: F401 (a fixture)
 from refusals import refused
 from routing_reference import LENGTH, activations, layer, np_topk, run
 
-from efx import models
 from efx.interop import hf_export
 from efx.layers import flops
-from efx.models import stack
 from efx.routing.config import DepthRoutingConfig
 from efx.train import step
 
@@ -83,85 +83,29 @@ def test_a_decision_of_scanned_layers_draws_for_each_of_them():
 # ---- scores and gates --------------------------------------------------------------------------
 
 NEW_SCORES = "norm", "probe", "gumbel"
-
-
-@functools.cache
-def scored(score, **changes):
-    """(model, variables, compiled (variables, tokens, documents) -> logits) of two blocks."""
-    settings = {"depth_routing.score": score, "depth_routing.gate": "softplus", "width": 16}
-    model = families.make({**ROUTED, **settings, **changes})
-    variables = {"params": families.random_params(model), **families.random_state(model)}
-
-    @families.jit
-    def logits(variables, tokens_BT, documents_BT=None):
-        positions_BT = None
-        if documents_BT is not None:
-            positions_BT = jnp.broadcast_to(jnp.arange(families.LENGTH) % 16, tokens_BT.shape)
-        options = dict(positions_BT=positions_BT, segment_ids_BT=documents_BT)
-        return model.apply(variables, tokens_BT, **options, rngs=families.keys())
-
-    return model, variables, logits
+PROPERTIES = (
+    test_families.test_causal,
+    test_families.test_cached_decoding_is_the_full_forward,
+    test_families.test_scanned_and_recomputed_layers_on_eight_devices_are_the_plain_program,
+    test_documents.test_a_document_does_not_change_the_next,
+)
 
 
 @pytest.mark.parametrize("score", NEW_SCORES)
-def test_a_model_with_a_new_score_is_causal_and_keeps_documents_apart(score):
-    _, variables, logits = scored(score)
-    tokens_BT, other_BT = families.tokens(batch=2), families.tokens(seed=1, batch=2)
-    later_BT = jnp.where(jnp.arange(families.LENGTH) < 16, tokens_BT, other_BT)
-    whole, changed = (np.asarray(logits(variables, x_BT)) for x_BT in (tokens_BT, later_BT))
-    np.testing.assert_array_equal(whole[:, :16], changed[:, :16])
-    assert np.any(whole[:, 16:] != changed[:, 16:])
-    # The second of two packed documents is as the first of a row that begins with it.
-    documents_BT = jnp.asarray(np.repeat([[1] * 16 + [2] * 16], 2, axis=0))
-    swapped_BT = jnp.roll(tokens_BT, 16, axis=1)
-    packed, swapped = (
-        np.asarray(logits(variables, x_BT, documents_BT)) for x_BT in (tokens_BT, swapped_BT)
-    )
-    np.testing.assert_allclose(packed, np.roll(swapped, 16, axis=1), atol=1e-5)
+@pytest.mark.parametrize("check", PROPERTIES)
+def test_a_model_with_a_new_score_keeps_the_contract(check, score, monkeypatch):
+    changes = {**ROUTED, "depth_routing.score": score, "depth_routing.gate": "softplus"}
+    monkeypatch.setitem(families.FAMILIES, score, families.Family(changes, looks_ahead=True))
+    fixtures = {"name": score, "mesh": "mixed", "monkeypatch": monkeypatch}
+    check(**{name: fixtures[name] for name in inspect.signature(check).parameters})
 
 
-@pytest.mark.parametrize("score", NEW_SCORES)
-def test_a_model_with_a_new_score_decodes_what_a_full_pass_computes(score):
-    model, variables, logits = scored(score)
-    tokens_BT, length_B = families.tokens(batch=2), np.full(2, families.LENGTH)
-    cache = models.init_cache(model, 2, families.LENGTH)
-    step = families.decoder(model, variables, families.LENGTH)
-    calls = families.chunks(length_B - 4, length_B, 5)
-    decoded, cache = families.read(step, cache, tokens_BT, calls)
-    np.testing.assert_allclose(decoded, logits(variables, tokens_BT), atol=1e-4)
-    admitted = cache["layers"]["block_0"]["admitted"]
-    assert np.all((admitted > 0) & (admitted < families.LENGTH))
-
-
-@pytest.mark.parametrize("score", NEW_SCORES)
-def test_a_scan_with_remat_trains_a_new_score_as_a_loop_does(score):
-    """The same loss and gradients, some of them of the score's own parameters."""
-    model, variables, _ = scored(score)
-    scanned, tokens_BT = scored(score, scan_layers=True, remat="full")[0], families.tokens(batch=2)
-
-    def scan(tree):
-        return {**tree, "layers": stack.scan_params(tree["layers"], model.specs())}
-
-    def train(model, variables):
-        model = model.clone(selection="train")
-        rest = {name: tree for name, tree in variables.items() if name != "params"}
-
-        def loss(params):
-            logits = model.apply({"params": params, **rest}, tokens_BT, rngs=families.keys())
-            return jnp.mean(jnp.square(logits))
-
-        return families.jit(jax.value_and_grad(loss))(variables["params"])
-
-    loss, grads = train(model, variables)
-    scanned_loss, scanned_grads = train(
-        scanned, {name: scan(tree) for name, tree in variables.items()}
-    )
-    np.testing.assert_allclose(loss, scanned_loss, rtol=1e-5)
-    families.assert_trees_close(scan(grads), scanned_grads)
-    block = grads["layers"]["block_0"]
-    own = {"norm": (), "probe": ("scorer", "point"), "gumbel": ("router",)}[score]
-    assert all(np.any(leaf != 0) for leaf in jax.tree.leaves([block[name] for name in own[:1]]))
-    assert set(block) - {"attention", "mlp", "norm_attention", "norm_mlp"} == {*own[:1]}
+def test_a_new_score_has_parameters_of_its_own():
+    of_block = {"attention", "mlp", "norm_attention", "norm_mlp"}
+    for score, own in (("norm", set()), ("probe", {"scorer"}), ("gumbel", {"router"})):
+        model = families.make({**ROUTED, "depth_routing.score": score})
+        block = families.variable_shapes(model)["params"]["layers"]["block_0"]
+        assert {*block} - of_block == own
 
 
 def test_a_new_gate_multiplies_the_increment():
@@ -182,6 +126,6 @@ def test_aux_loss_needs_a_score_with_parameters(score):
     assert DepthRoutingConfig(kind="mod", score="probe", causal_decision="aux_loss")
 
 
-def test_a_new_score_is_not_exported(tmp_path):
-    model, variables, _ = scored("norm")
-    refused(lambda: hf_export.write_model(tmp_path / "x", model, variables), "score='norm'")
+def test_a_new_score_is_not_exported():
+    config = families.make({**ROUTED, "depth_routing.score": "norm"}).config
+    refused(lambda: hf_export.check_exportable(config, "none"), "score='norm'")

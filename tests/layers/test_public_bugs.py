@@ -2,10 +2,10 @@
 
 Every test states the property of a layer that the defect breaks, on inputs on which it would show.
 Where the defect can be written beside efx, the test shows that it breaks the property. Defects are
-described, not attributed.
+described, not attributed. tests/contract/test_decode.py covers the two of decoding: every token is
+processed, because top-k over one new token always selects it; and a new token does not attend to
+the cache.
 """
-
-import functools
 
 import families
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from routing_reference import LENGTH, OPTIONS, ROWS, activations, layer, run
 
-from efx.layers.token_context import CacheView, TokenContext
+from efx.layers.token_context import TokenContext
 
 SLOTS = LENGTH // 2
 
@@ -156,68 +156,3 @@ def test_rows_of_a_batch_compete():
     others_BTD[0] = x_BTD[0]
     before_BTD, after_BTD = (run(module, p, x)[0] for x in (x_BTD, others_BTD))
     np.testing.assert_array_equal(before_BTD[0], after_BTD[0])
-
-
-# ---- decoding ----------------------------------------------------------------------------------
-
-
-def one_by_one(step):
-    """The outputs of `step(x [B, 1, D], position)` for each token in turn, as one array."""
-    x_BTD = activations()
-    return np.concatenate([step(x_BTD[:, t : t + 1], t) for t in range(LENGTH)], axis=1)
-
-
-def alone(selection):
-    """Outputs of the routed layer for each token by itself, without a cache."""
-    module, p = layer()
-    apply = families.jit(functools.partial(module.apply, {"params": jax.tree.map(np.float32, p)}))
-    return one_by_one(
-        lambda x_B1D, t: apply(x_B1D, TokenContext(np.int32([[t]]), selection=selection))
-    )
-
-
-@functools.cache
-def decoded():
-    """Outputs of the routed layer with its cache, one token at a time."""
-    module, p = layer()
-    p, cache = jax.tree.map(np.float32, p), {}
-
-    def call(t):
-        return TokenContext(jnp.full((ROWS, 1), t), cache=CacheView(size=LENGTH))
-
-    @families.jit
-    def decode(cache, x_B1D, t):
-        return module.apply({"params": p, **cache}, x_B1D, call(t), mutable=["cache"])
-
-    x_B1D, key = activations()[:, :1], jax.random.key(0)
-    shapes = jax.eval_shape(lambda: module.init(key, x_B1D, call(0)))["cache"]
-    cache["cache"] = jax.tree_util.tree_map_with_path(  # empty slots are at position -1
-        lambda path, x: jnp.full(x.shape, -1 if path[-1].key == "position" else 0, x.dtype), shapes
-    )
-
-    def step(x_B1D, t):
-        out_B1D, new = decode(cache, x_B1D, jnp.int32(t))
-        cache.update(new)
-        return out_B1D
-
-    return one_by_one(step)
-
-
-def test_every_token_processed_at_decode():
-    """Token by token, the same tokens skip the block as in the full forward pass. The defect: top-k
-    over the new token alone always selects it."""
-    module, p = layer()
-    x_BTD = activations()
-    expected_BT = processed(run(module, p, x_BTD, selection="causal")[0], x_BTD)
-    assert 3 < expected_BT.sum() < ROWS * LENGTH - 3
-    np.testing.assert_array_equal(processed(decoded(), x_BTD), expected_BT)
-    assert processed(alone("train"), x_BTD).all()
-
-
-def test_cache_ignored_at_decode():
-    """Token by token, a routed token attends to the routed tokens before it. The defect: the block
-    sees the new token and nothing before it."""
-    module, p = layer()
-    expected_BTD = run(module, p, activations(), selection="causal")[0]
-    np.testing.assert_allclose(decoded(), expected_BTD, atol=1e-4)
-    assert np.abs(alone("causal") - expected_BTD).max() > 0.01

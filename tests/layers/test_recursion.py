@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from routing_reference import GATES, norm, np_admit, np_layer, np_mlp, np_topk
+from formulas import mlp, norm
+from routing_reference import GATES, np_admit, np_layer, np_topk
 
 from efx import models
 from efx.layers import flops
@@ -51,7 +52,7 @@ def np_recursion(model, params, x_TD, selection):
             if routing.skip_mlp:
                 b, q = spec.blocks[0], params["layers"][name]["skip_mlp"]
                 h_TD = norm(x_TD, q["norm"], b.norm, b.norm_eps)
-                kept_TD = x_TD + np_mlp(h_TD, q["mlp"], b.mlp.activation)
+                kept_TD = x_TD + mlp(h_TD, q["mlp"], b.mlp.activation)
             survivors.append(left_T)
         y_TD, all_T = x_TD, np.ones(len(x_TD), bool)
         seen_T = all_T if routing is None or routing.kv_for_skipped else left_T

@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from formulas import linear, mlp, norm
 from refusals import refused
 from scipy import special
 
-from efx.layers import flops
 from efx.layers.soft_experts import SoftBlock, merge
 from efx.layers.token_context import TokenContext
-from efx.models import costs
 
 B, T, WIDTH = 2, 11, 24
 SMALL = {
@@ -37,55 +36,42 @@ def block(changes):
     return module, params["params"], x_BTD
 
 
+def of_channel(p, i):
+    """The parameters of one channel, with those that all channels share."""
+
+    def select(path, leaf):
+        has_channels = leaf.ndim > (2 if path[-1].key == "kernel" else 1)
+        return leaf[i] if has_channels else leaf
+
+    return jax.tree_util.tree_map_with_path(select, p)
+
+
 def reference(c, p, x):
-    """The increment, channel after channel and head after head, in float64."""
-    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), p)
-    x = np.asarray(x, np.float64)
+    """The increment, channel after channel, in float64."""
+    p, x = jax.tree.map(np.float64, p), np.float64(x)
     s, width = c.soft.num, c.attention.head_dim
     heads, kv_heads = c.attention.num_heads, c.attention.num_kv_heads
-    group = heads // kv_heads
-
-    def linear(p, x, i=0):
-        kernel, bias = p["kernel"], p.get("bias", np.zeros(1))
-        return x @ (kernel[i] if kernel.ndim > 2 else kernel) + (bias[i] if bias.ndim > 1 else bias)
-
-    def rms(p, x, i=0):
-        scale = p["scale"][i] if p["scale"].ndim > 1 else p["scale"]
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + c.norm_eps) * scale
-
-    def norm(p, x):
-        centre = x.mean(-1, keepdims=True) if c.norm == "layernorm" else 0.0
-        return rms(p, x - centre) + p.get("bias", 0.0)
-
-    def mlp(p, x, i):
-        up = linear(p["up"], x, i)
-        if c.mlp.activation == "swiglu":
-            gate = linear(p["gate"], x, i)
-            return linear(p["down"], gate * special.expit(gate) * up, i)
-        return linear(p["down"], 0.5 * up * (1.0 + special.erf(up / np.sqrt(2.0))), i)
-
-    attention, n = p["attention"], norm(p["norm_attention"], x)
-    query = linear(attention["query"], n).reshape(B, T, kv_heads, s, group, width)
-    key, value = (
-        linear(attention[name], n).reshape(B, T, kv_heads, -1, width) for name in ("key", "value")
-    )
+    n = norm(x, p["norm_attention"], c.norm, c.norm_eps)
+    query, key, value = (linear(n, p["attention"][name]) for name in ("query", "key", "value"))
+    query = query.reshape(B, T, kv_heads, s, heads // kv_heads, width)
+    key, value = (y.reshape(B, T, kv_heads, -1, width) for y in (key, value))
     ys = []
     for i in range(s):
-        q, k, v = (
-            query[:, :, :, i],
-            key[:, :, :, i % key.shape[3]],
-            value[:, :, :, i % key.shape[3]],
-        )
+        own, shared = of_channel(p, i), i % key.shape[3]
+        q, k, v = query[:, :, :, i], key[:, :, :, shared], value[:, :, :, shared]
         if c.attention.qk_norm == "width":
-            q = rms(attention["norm_query"], q.reshape(B, T, -1), i).reshape(q.shape)
-            k = rms(attention["norm_key"], k.reshape(B, T, -1), i).reshape(k.shape)
+            q, k = (
+                norm(y.reshape(B, T, -1), own["attention"][name]).reshape(y.shape)
+                for y, name in ((q, "norm_query"), (k, "norm_key"))
+            )
         scores = np.einsum("btkgh,bskh->bkgts", q, k) / np.sqrt(width)
         probs = special.softmax(np.where(np.tri(T, dtype=bool), scores, -np.inf), -1)
         out = np.einsum("bkgts,bskh->btkgh", probs, v).reshape(B, T, heads * width)
-        h = x + linear(attention["out"], out, i)
-        n = norm(p["norm_mlp"], h)
-        parts = [p["mlp"][name] for name in ("experts", "shared") if name in p["mlp"]]
-        ys.append(h + linear(p["mlp"]["out"], sum(mlp(part, n, i) for part in parts)))
+        h = x + linear(out, own["attention"]["out"])
+        n = norm(h, p["norm_mlp"], c.norm, c.norm_eps)
+        parts = [own["mlp"][name] for name in ("experts", "shared") if name in p["mlp"]]
+        increment = sum(mlp(n, part, c.mlp.activation) for part in parts)
+        ys.append(h + linear(increment, p["mlp"]["out"]))
     y = np.stack(ys)
     merged = {"softmax": (special.softmax(y, 0) * y).sum(0), "mean": y.mean(0), "max": y.max(0)}
     return merged[c.soft.merge] - x
@@ -148,18 +134,6 @@ def test_blocks_with_soft_experts_and_their_widths():
         for n, m in ((4, 1), (4, 3), (5, 1), (12, 6))
     ]
     assert features == [8, 24, 7, 16]  # m D / s, rounded up
-
-
-def test_fewer_latents_in_channels_cost_as_claimed():
-    """Scores: s (K / m)^2 in place of K^2."""
-
-    def scores(latents, changes):
-        b = families.make(changes).specs()[0].blocks[0]
-        return costs.attention_flops(b, latents, flops.causal_pairs(latents))["attention_scores"]
-
-    for channels, m in ((4, 4), (12, 8), (2, 2)):
-        few = scores(512 // m, {"soft_experts.num": channels})
-        assert few / scores(512, {}) == pytest.approx(channels / m**2, rel=0.02)
 
 
 def test_the_cache_has_keys_of_each_channel_unless_they_are_shared():

@@ -1,25 +1,31 @@
 """Layers in numpy, in float64 and one sequence at a time, that models are compared with."""
 
 import itertools
-import math
 
 import numpy as np
+from scipy import special
 
 
 def gelu(x):
-    return x * (1 + np.vectorize(math.erf)(x / np.sqrt(2))) / 2
+    return x * (1 + special.erf(x / np.sqrt(2))) / 2
 
 
 def linear(x, p):
     return x @ p["kernel"] + p.get("bias", 0)
 
 
-def mlp(x, p):
-    return linear(gelu(linear(x, p["up"])), p["down"])
+def mlp(x, p, activation="gelu"):
+    up = linear(x, p["up"])
+    if activation == "gelu":
+        return linear(gelu(up), p["down"])
+    gate = linear(x, p["gate"])
+    return linear(gate * special.expit(gate) * up, p["down"])
 
 
-def rms_norm(x, p):
-    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-5) * p["scale"]
+def norm(x, p, kind="rmsnorm", eps=1e-5):
+    if kind == "layernorm":
+        x = x - x.mean(-1, keepdims=True)
+    return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + eps) * p["scale"] + p.get("bias", 0)
 
 
 def rotated(x_TNH, positions_T, theta):
@@ -45,8 +51,8 @@ def attention(
 
     def projected(x, name, heads):
         y = linear(x, p[name])
-        if norm := p.get(f"norm_{name}"):  # of each head, or of the whole width
-            y = rms_norm(y.reshape(len(y), -1, len(norm["scale"])), norm)
+        if gain := p.get(f"norm_{name}"):  # of each head, or of the whole width
+            y = norm(y.reshape(len(y), -1, len(gain["scale"])), gain)
         return y.reshape(len(x), heads, -1)
 
     q = projected(q_TD, "query", heads)

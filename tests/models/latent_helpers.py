@@ -17,13 +17,6 @@ LEVELS = {
 SMALL = {"family": "latent", "width": 16, "attention.num_heads": 2, "depth": 1, "positions": "both"}
 FEW = {"encoder_global": 0, "decoder_local": 0}  # fewer blocks compile faster
 NONE = {**FEW, "encoder_local": 0, "decoder_global": 0}
-MOD = {
-    "depth_routing.kind": "mod",
-    "depth_routing.every": 1,
-    "depth_routing.capacity": 0.5,
-    "depth_routing.causal_decision": "threshold",
-    "depth": 2,
-}
 
 
 def make(changes=None, levels=2, **options):

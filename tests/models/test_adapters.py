@@ -20,7 +20,6 @@ from refusals import refused
 from efx import checkpoint, models
 from efx.config.load import config_of_run
 from efx.configs import common, phatgoose
-from efx.interop import architectures
 from efx.layers.token_context import TokenContext
 from efx.models.adapters import Adapter, AdapterConfig
 from efx.train import inference, trainer
@@ -386,11 +385,6 @@ def test_settings_that_do_not_fit_are_refused_by_name(changes, name):
     refused(lambda: families.make(changes), name)
 
 
-def test_an_adapted_model_is_not_exported_as_its_base():
-    assert architectures.config_of(families.make({})) is not None
-    assert architectures.config_of(families.make(LORA)) is None
-
-
 def test_sites_of_scanned_layers_are_those_of_unrolled_ones():
     """Or are refused: a scan has one set of adapters for all layers that it computes as one."""
 
@@ -406,21 +400,3 @@ def test_sites_of_scanned_layers_are_those_of_unrolled_ones():
     unrolled = sites(adapted(both, False))
     assert unrolled and sites(adapted(both, True)) == unrolled
     refused(lambda: adapted(one, True), one)
-
-
-def test_realised_flops_of_adapters_follow_the_routed_fraction():
-    """Those of keys and values of all tokens do not."""
-    steps = {"depth_routing.kind": "recursion", "depth": 4, "adapter.sites": "layers/.*"}
-    keys = {"depth_routing.kv_for_skipped": True, "adapter.sites": ".*/key"}
-
-    def adapter_flops(changes, fraction=None):
-        model = families.make({**MOD, **LORA, **changes})
-        routed = [path for path, spec in model.blocks().items() if spec.routing is not None]
-        shares = dict.fromkeys(routed, (fraction, fraction)) if fraction is not None else None
-        return model.ledger(16, shares=shares).nominal["adapters"]
-
-    none, quarter, everything = (adapter_flops(steps, fraction) for fraction in (0.0, 0.25, 1.0))
-    assert everything == adapter_flops({**steps, "depth_routing.capacity": 1.0})
-    assert everything > adapter_flops(steps) > none
-    assert quarter - none == pytest.approx((everything - none) / 4)
-    assert adapter_flops(keys, 0.25) == adapter_flops(keys) == adapter_flops(keys, 1.0)

@@ -8,7 +8,7 @@ import families
 import jax
 import numpy as np
 import pytest
-from formulas import attention, rms_norm
+from formulas import attention, norm
 from refusals import refused
 from test_adapters import RUN, SMALL, params_at
 from test_families import assert_no_look_ahead, compiled_on, same_loss_and_grads
@@ -120,7 +120,7 @@ def test_forward_is_the_formula():
     anchor = params["anchor_model"]
     h_TD = bridge(layer_states(model.anchor_model, anchor, tokens_BT)[0], 0, 0, 2)
     h_TD = bridge(one_layer(anchor, 1, h_TD), 1, 1, 4)
-    expected = rms_norm(h_TD, anchor["norm_final"]) @ anchor["head"]["kernel"][:, :VOCAB]
+    expected = norm(h_TD, anchor["norm_final"]) @ anchor["head"]["kernel"][:, :VOCAB]
     result = families.jit(model.apply)({"params": params}, tokens_BT)
     np.testing.assert_allclose(result[0], expected, rtol=2e-4, atol=2e-4)
 

@@ -1,6 +1,7 @@
 """The parallel encoder-decoder: its formulas, its embedding loss and its settings."""
 
 import families
+import formulas
 import jax
 import numpy as np
 import pytest
@@ -26,8 +27,7 @@ ORDERS = {"self_first": "sc", "cross_first": "cs", "cross_only": "c"}
 
 
 def norm(x, p):
-    x = x - x.mean(-1, keepdims=True)
-    return x / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * p["scale"] + p.get("bias", 0)
+    return formulas.norm(x, p, "layernorm")
 
 
 def after_block(x_TD, p, c, e_TD=None):
@@ -153,12 +153,12 @@ def case(source, encoder_depth, reads, order="self_first", slow=False, **changes
 )
 def test_forward_and_decoding_are_the_formulas(changes, reads):
     """Logits and embedding loss; of routed models also the logits of prefill and decoding."""
-    model, length = make(changes), 10
+    model, tokens_BT = make(changes), families.tokens(batch=2, length=10)
     params = families.random_params(model, seed=1)
-    tokens_BT = families.tokens(batch=2, length=length)
-    variables = {"params": params}
-    apply = families.jit(lambda variables: model.apply(variables, tokens_BT, mutable=["losses"]))
-    logits_BTV, sown = apply(variables)
+    apply = families.jit(
+        lambda params: model.apply({"params": params}, tokens_BT, mutable=["losses"])
+    )
+    logits_BTV, sown = apply(params)
     wide = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     config = families.model_config({**STREAMS, **changes}).to_dict()
     ones, distances = {"scale": np.ones(32)}, []
@@ -171,11 +171,11 @@ def test_forward_and_decoding_are_the_formulas(changes, reads):
     loss = losses.collect_sown(sown["losses"])["embedding"]
     np.testing.assert_allclose(loss, np.mean(distances), rtol=1e-4)
     if changes.get("depth_routing.kind"):
-        empty = models.init_cache(model, 2, length)
-        prefill, step = (families.decoder(model, variables, length, c) for c in ("first", True))
+        variables, empty = {"params": params}, models.init_cache(model, 2, 10)
+        prefill, step = (families.decoder(model, variables, 10, kind) for kind in ("first", True))
         first_BTV, _ = families.read(prefill, empty, tokens_BT[:, :4], [(4, np.array([4, 4]))])
         np.testing.assert_allclose(first_BTV, logits_BTV[:, :4], atol=1e-4)
-        calls = families.chunks(np.array([4, 6]), np.array([length, length]), 4)
+        calls = families.chunks(np.array([4, 6]), np.array([10, 10]), 4)
         decoded_BTV, _ = families.read(step, empty, tokens_BT, calls)
         np.testing.assert_allclose(decoded_BTV, logits_BTV, atol=1e-4)
 
@@ -221,21 +221,12 @@ def test_the_default_embedding_loss_has_no_gains():
 # ---- costs, initial values, settings -----------------------------------------------------------
 
 
-def test_cross_attention_caches_and_computes_keys_of_all_tokens():
-    """Self-attention caches routed tokens, and with `kv_for_skipped` computes keys of all."""
+def test_cross_attention_caches_keys_of_all_tokens():
+    """Self-attention caches routed tokens."""
     size, per_token = 20, 2 * 4 * 32  # bytes of a key and a value in float32
     model = make({**routed(slack=1.0), "cross_source": "same_layer"})
     slots = 8 + 4  # 0.4 * 20, and those of every sequence
     assert families.cache_bytes(model, size) == 2 * per_token * (2 * slots + size)
-
-    model = make(routed(kv_for_skipped=True))
-    none, whole = (
-        model.ledger(16, shares={path: (x, x) for path in model.blocks()}).nominal
-        for x in (0.0, 1.0)
-    )
-    assert whole == pytest.approx({**make({}).ledger(16).nominal, "router": 3 * 2 * 16 * 32})
-    keys = 5 * 2 * 16 * 32 * 2 * 32  # one encoder block, two decoder blocks with two attentions
-    assert none["attention_projections"] == keys and none["mlp"] == none["attention_scores"] == 0
 
 
 def test_residual_outputs_start_smaller_by_the_root_of_their_number():

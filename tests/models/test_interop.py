@@ -146,6 +146,7 @@ def test_logits_are_those_of_transformers_and_the_model_comes_back(variant, tmp_
         {"dense_former.on": True},
         {"soft_experts.num": 2},
         {"mup.base_width": 8},
+        {"adapter.kind": "lora"},
     ],
     ids=str,
 )

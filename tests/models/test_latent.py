@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from families import LENGTH, VOCAB
 from flax import linen as nn
-from formulas import attention, mlp, rms_norm
-from latent_helpers import FEW, LEVELS, MOD, NONE, apply, make
+from formulas import attention, mlp, norm
+from latent_helpers import FEW, LEVELS, NONE, apply, make
 from refusals import refused
 
 from efx import models
@@ -27,11 +27,11 @@ def attend(q_TD, kv_SD, p, heads, c, positions_T):
 def block(x_TD, p, heads, c, keep=None):
     """A block of the last `keep` positions (None: all), which attend to all up to their own."""
     first = 0 if keep is None else len(x_TD) - keep
-    n, h = rms_norm(x_TD, p["norm_attention"]), x_TD[first:]
+    n, h = norm(x_TD, p["norm_attention"]), x_TD[first:]
     if "residual" in p:
         h = h @ p["residual"]["kernel"]
     h = h + attend(n[first:], n, p["attention"], heads, c, np.arange(first, len(x_TD)))
-    return h + mlp(rms_norm(h, p["norm_mlp"]), p["mlp"])
+    return h + mlp(norm(h, p["norm_mlp"]), p["mlp"])
 
 
 def level_blocks(x, p, order, heads, c):
@@ -100,7 +100,7 @@ def reference(tokens_T, params, model):
             q, kv = joined(x) if is_first else skip + x, x
             assert ("out" in p["attention"]) == ("norm_queries" in p) == c.upsampling_norm
             if c.upsampling_norm:
-                n, kv = rms_norm(q, p["norm_queries"]), rms_norm(kv, p["norm_latents"])
+                n, kv = norm(q, p["norm_queries"]), norm(kv, p["norm_latents"])
             else:
                 n = q
             options = p["attention"], heads, c, np.arange(sizes[i - 1])
@@ -109,7 +109,7 @@ def reference(tokens_T, params, model):
             x = joined(x)
         x = level_blocks(x, p.get("blocks", {}), order_of(c, i, "decoder"), heads, c)
         x = x if is_first else joined(x)
-    x_TD = rms_norm(np.concatenate(x)[: len(tokens_T)], params["norm_final"])
+    x_TD = norm(np.concatenate(x)[: len(tokens_T)], params["norm_final"])
     head = params["embed"]["embedding"].T if c.tied else params["head"]["kernel"]
     return (x_TD @ head)[:, :VOCAB]
 
@@ -173,26 +173,6 @@ def test_the_learned_weight_of_skip_connections_is_float32():
 
 
 # ---- documents and positions -------------------------------------------------------------------
-
-
-def test_documents_do_not_see_each_other():
-    """Also where one ends and the next begins inside a group. One that begins with a group has the
-    logits of the same tokens alone."""
-    model = make({"positions": "absolute", **FEW})  # groups of 8
-    params, starts = families.random_params(model), (0, 5, 16, 27)
-    document_T = np.searchsorted(starts, np.arange(LENGTH), side="right")
-    position_T = np.arange(LENGTH) - np.array(starts)[document_T - 1]
-    tokens_T = np.asarray(families.tokens(batch=1))[0]
-    # Row r has other tokens in document r.
-    other_BT = document_T[None] == np.arange(len(starts) + 1)[:, None]
-    tokens_BT = np.where(other_BT, (tokens_T + 1) % VOCAB, tokens_T)
-    rows = [np.tile(x, (len(tokens_BT), 1)) for x in (position_T, document_T)]
-    logits = apply(model, params, tokens_BT, *rows)
-    moved_BT = np.abs(logits[1:] - logits[:1]).max(axis=-1)
-    assert moved_BT[~other_BT[1:]].max() < 1e-5
-    assert moved_BT[other_BT[1:]].min() > 1e-3
-    alone = apply(model, params, tokens_T[None, 16:27])
-    np.testing.assert_allclose(logits[0, 16:27], alone[0], atol=1e-5)
 
 
 TABLES = [
@@ -275,6 +255,7 @@ def test_the_cache_keeps_latents_of_finished_groups():
 
 # ---- settings, costs and noise -------------------------------------------------------------------
 
+MOD = {"depth_routing.kind": "mod", "depth_routing.every": 1}
 REFUSED = [
     ({"latents": (2, 4)}, "config.model.latents=(2, 4)"),
     ({"latents": (8, 4)}, "config.model.group_size=8"),
@@ -283,6 +264,7 @@ REFUSED = [
     ({"level_heads": (3, 2)}, "config.model.level_widths=(8, 12)"),
     ({"level_heads": (1,)}, "config.model.level_heads=(1,)"),
     ({"attention.num_heads": 3}, "config.model.attention.num_heads=3"),
+    ({**MOD, "depth_routing.score": "token_hash"}, "depth_routing.score='token_hash'"),
     (
         {"level_widths": (9, 12)},
         "config.model.level_widths=(9, 12)",
@@ -300,17 +282,6 @@ def test_packed_rows_have_no_memory_tokens(name):
     model, tokens_BT = make({name: 2}), families.tokens()
     arguments = jax.random.key(0), tokens_BT, tokens_BT, tokens_BT
     refused(lambda: jax.eval_shape(model.init, *arguments), f"config.model.{name}=2")
-
-
-def test_measured_flops_follow_the_fraction_of_routed_latents():
-    model = make({**MOD, "depth": 3})
-    none, full = (
-        model.ledger(32, shares={path: (fraction, fraction) for path in model.blocks()}).nominal
-        for fraction in (0.0, 1.0)
-    )
-    dense = make({"depth": 3}).ledger(32).nominal
-    assert full["mlp"] == dense["mlp"] and full["attention_scores"] == dense["attention_scores"]
-    assert none["mlp"] == 0 and none["levels"] == full["levels"] == dense["levels"]
 
 
 def test_embedding_noise_is_uniform_in_training_only():

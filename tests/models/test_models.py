@@ -135,19 +135,6 @@ def test_initial_values():
 # ---- parts against formulas --------------------------------------------------------------------
 
 
-def test_logits_are_capped_by_tanh():
-    model = families.make({"depth": 1, "logit_softcap": 2.0})
-    free, params = models.changed(model, logit_softcap=0.0), families.random_params(model)
-
-    @families.jit
-    def both(params):
-        return [m.apply({"params": params}, families.tokens(batch=2)) for m in (model, free)]
-
-    capped, raw = both(params)
-    assert np.abs(raw).max() > 2
-    np.testing.assert_allclose(capped, 2 * np.tanh(np.asarray(raw) / 2), rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
