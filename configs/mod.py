@@ -15,19 +15,23 @@ explains them. The main ones; the paper leaves those with a * open:
     every, blocks           routes one block in `every`, or a list of blocks
     target*                 routes the "block", its "attention" or its "mlp"
     capacity                fraction of the tokens that a routed block computes
-    gate*                   factor on a routed block's increment: "sigmoid" of the score,
-                            "identity" (the paper), "tanh", "one", or "twice_sigmoid"
+    gate*                   factor on a routed block's increment: the score ("identity", as in the
+                            paper), its "sigmoid", "tanh", "one", or "twice_sigmoid"
+    kv_for_skipped          selected tokens attend to all tokens, not only to selected ones
     score                   what tokens are selected by: the learned "router"; or a control, with
                             gate "one": "stochastic", "position" or "token_hash"
     train_selection         "topk"; or "threshold", which is causal
     causal_decision         "threshold", "aux_loss" or "predictor"
     slack*                  limit of a causal decision, as a multiple of the capacity
 
+Gate, keys of all tokens and a slow router were chosen by docs/results/gates.md.
+
 Variants:
     smoke           about a minute on a CPU
     quick           400 steps of Muon instead of 1000 of AdamW, to a lower loss
     dense           the same model with every block dense
-    paper           the paper's gate and auxiliary loss
+    published       the recipe of all other results: gate "sigmoid", keys of selected tokens
+    paper           the paper's gate, keys of selected tokens, auxiliary loss
     recursion       Mixture-of-Recursions: three of five blocks in three steps, on all, two thirds
                     and one third of the tokens, at the compute of eight dense blocks
     router_only     trains only the routers of a dense run: add --config.init.run=runs/dense
@@ -43,26 +47,38 @@ ROUTING = {
     "model.depth_routing.kind": "mod",
     "model.depth_routing.causal_decision": "threshold",
 }
+RECIPE = {
+    "model.depth_routing.gate": "identity",
+    "model.depth_routing.kv_for_skipped": True,
+    # At a high rate the scores of some seeds fall until all gates are closed.
+    "optim.router_rate": 0.1,
+}
+PUBLISHED = {
+    "model.depth_routing.gate": "sigmoid",
+    "model.depth_routing.kv_for_skipped": False,
+    "optim.router_rate": 1.0,
+}
 VARIANTS = {
     "smoke": common.SMOKE,
     "quick": {
         "steps": 400,
         "optim.name": "muon",
         "optim.learning_rate": 1e-2,
-        # At Muon's rate the scores of some seeds fall until all gates are closed.
-        "optim.router_rate": 0.1,
         "optim.schedule.kind": "linear",
         "optim.schedule.final_fraction": 0.05,
         "checkpoint.every": 200,
         "evaluate.every": 200,
         "sample.every": 200,
     },
-    "dense": {"model.depth_routing.kind": "none"},
+    "dense": {**PUBLISHED, "model.depth_routing.kind": "none"},
+    "published": PUBLISHED,
     "paper": {
+        **PUBLISHED,
         "model.depth_routing.gate": "identity",
         "model.depth_routing.causal_decision": "aux_loss",
     },
     "recursion": {
+        **PUBLISHED,
         "model.depth": 5,
         "model.depth_routing.kind": "recursion",
         "model.depth_routing.target": "block",
@@ -71,6 +87,7 @@ VARIANTS = {
         "model.depth_routing.slack": 1.25,
     },
     "router_only": {
+        **PUBLISHED,
         "model.depth_routing.causal_decision": "aux_loss",
         "init.missing": params_pattern(),
         "optim.frozen": rf"(?!{params_pattern()}$).*",
@@ -85,5 +102,5 @@ VARIANTS = {
 
 def get_config(arg=""):
     config = common.base()
-    common.apply(config, {**common.STDLIB, "model.depth": 8, **ROUTING})
+    common.apply(config, {**common.STDLIB, "model.depth": 8, **ROUTING, **RECIPE})
     return common.variant(config, arg, **VARIANTS)

@@ -38,7 +38,7 @@ def get_grid(part="cpu"):
         raise UsageError(f"part {part!r}: expected one of {', '.join(PARTS)}")
     base, widths, budgets, seeds = PARTS[part]
     return dict(
-        config="mod",
+        config="mod:published",
         seeds=seeds,
         budgets=budgets,
         families=FAMILIES,

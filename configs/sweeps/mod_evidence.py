@@ -110,7 +110,7 @@ def _part(parts, part):
 def _all():
     sizes = {name: size for name, size in SIZES.items() if name != WIDEST}
     return dict(
-        config="mod",
+        config="mod:published",
         seeds=lambda family, size, budget: (0, 1, 2) if family in MAIN else (0,),
         budgets=(7.5e11, 3e12),
         families=families_of(sizes),
@@ -186,7 +186,7 @@ def _accelerator(tera_flops):
     }
     families = families_of(sizes)
     return dict(
-        config="mod",
+        config="mod:published",
         seeds=lambda family, size, budget: tuple(range(number[family].get(size, 0))),
         budgets=(tera_flops * 1e12,),
         families={name: families[name] for name in number},
@@ -224,7 +224,7 @@ def get_sweep(part):
         },
     }
     return dict(
-        config="mod",
+        config="mod:published",
         seeds=(0, 1, 2, 3) if part in ("dense", "tokens") else (0, 1, 2),
         equal="",
         runs=_part(parts, part),

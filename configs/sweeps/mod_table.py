@@ -3,7 +3,7 @@
     python -m efx.studies.sweep --sweep configs/sweeps/mod_table.py --workdir runs/mod_table
 
 An hour or so on 2 CPU cores. One learning rate and one size for all rows: a look at the family,
-not a ranking. `mod_table.py:default_size` compares `configs/mod.py` with its dense twins.
+not a ranking. `mod_table.py:default_size` compares `mod:published` with its dense twins.
 """
 
 from efx.configs import mode
@@ -61,7 +61,7 @@ RUNS = {
 }
 
 
-# `configs/mod.py` as it is, against its dense twins.
+# `configs/mod.py:published` as it is, against its dense twins.
 DEFAULT_SIZE = {
     "MoD 12.5%": {},
     "stochastic 12.5%": STOCHASTIC,
@@ -75,7 +75,7 @@ def get_sweep(part="small"):
         raise UsageError(f"part {part!r}: expected small or default_size")
     is_small = part == "small"
     return dict(
-        config="mod",
+        config="mod:published",
         seeds=(0, 1, 2),
         equal="" if is_small else "flops",  # `train_flops` is the same in all small runs
         runs={name: SIZE | changes for name, changes in RUNS.items()} if is_small else DEFAULT_SIZE,
