@@ -194,5 +194,3 @@ def test_a_threshold_selects_whole_types_of_tokens_and_the_capacity():
         assert ((by_type > 0.02) & (by_type < 0.98)).sum() <= 2
         fractions_of.append(by_type.round(1))
     assert len(np.unique(fractions_of, axis=0)) >= 3
-
-
