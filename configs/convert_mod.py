@@ -33,6 +33,7 @@ from efx.routing.parameters import params_pattern
 
 _CONVERSION = {
     "model.depth_routing.gate": "twice_sigmoid",
+    "model.depth_routing.kv_for_skipped": False,
     "model.depth_routing.threshold_decay": 0.9,
     # All tokens in the first twentieth of the steps, half in the second, then `capacity`.
     "model.depth_routing.capacity_stages": ((0.05, 1.0), (0.1, 0.5)),

@@ -63,7 +63,7 @@ def load(
             raise UsageError(
                 f"config.data.seq_len={c.seq_len}: the {side} split of {tokens.name} has "
                 f"{len(tokens.stream)} tokens and needs {needed}; lower config.data.seq_len, or "
-                "use a longer text"
+                "use a longer text, or another config.data.eval_source"
             )
     subset = texts.subset and texts.subset.key
     key = content_key(texts.record, subset, tokenizer.fingerprint)

@@ -232,7 +232,7 @@ def test_evaluation_does_not_depend_on_how_its_rows_are_batched():
 
 
 def test_rows_that_fill_up_the_last_evaluation_batch_are_not_measured():
-    config = ConfigDict(dict(seq_len=LENGTH, packing=False, mixture=()))
+    config = ConfigDict(dict(source="text:x", seq_len=LENGTH, packing=False, mixture=()))
     tokens = np.random.default_rng(0).integers(1, families.VOCAB, 6 * LENGTH + 1)
     splits = {"eval": TokenSplit("text", Stream([tokens.astype(np.uint16)]))}
     data = Data(config, 0, ByteTokenizer(), splits, "key")

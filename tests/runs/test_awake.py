@@ -49,7 +49,7 @@ def test_routed_blocks_of_the_quick_run_are_awake(tmp_path, capsys):
 @pytest.mark.usefixtures("one_device")
 def test_closed_gates_are_warned_of_once(tmp_path, capsys, monkeypatch):
     """After the first tenth of the training, and by a later evaluation."""
-    monkeypatch.setitem(gates.GATES, "sigmoid", lambda r: 1e-4 * jnp.ones_like(r))
+    monkeypatch.setitem(gates.GATES, "identity", lambda r: 1e-4 * jnp.ones_like(r))
     monkeypatch.setattr(health, "warn", print)
     rows = train_twin(tmp_path, **{"steps": 20, "evaluate.every": 1, "evaluate.max_batches": 1})
     assert sum(abs(row.get("eval/router/worth", 1.0)) < 0.001 for row in rows) == 20
