@@ -227,7 +227,7 @@ FAMILIES = {
     "dropout_attention_mod": _mod(
         ("router_bce", *PENALTIES),
         depth_routing=dict(every=1),
-        dropout=masks(input="embedding", rounding="stochastic"),
+        dropout=masks(rounding="stochastic"),
     ),
     "dropout_embedding_moe": _row(
         (*MOE_LOSSES, *PENALTIES),
