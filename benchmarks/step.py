@@ -40,7 +40,7 @@ PARTS = {
         "dense, half as deep": ("mod:dense", {"model.depth": 4}),
         "MoD 12.5%": ("mod", {}),
         "MoD 12.5%, attention only": ("mod", {"model.depth_routing.target": "attention"}),
-        "MoD 12.5%, MLP only": ("mod", {"model.depth_routing.target": "mlp"}),
+        "MoD 12.5%, MLP only": ("mod:published", {"model.depth_routing.target": "mlp"}),
         "recursion": ("mod:recursion", {"model.depth": 5}),
     },
     "experts": {
