@@ -82,6 +82,8 @@ def plan(
     Raises:
       UsageError: the arms are not comparable, or an argument is out of range.
     """
+    from efx import models
+    from efx.layers.flops import count_params
     from efx.train import setup
 
     looks = tuple(looks)
@@ -108,7 +110,7 @@ def plan(
             "config": arms[name],
             "settings": runs_lib.settings_digest(config),
             "rate": config.optim.learning_rate,
-            "parameters": sum(math.prod(x.shape) for x in _leaves(experiment.model)),
+            "parameters": count_params(models.unboxed_shapes(experiment.model)["params"]),
             "tokens": experiment.steps * experiment.tokens_per_step,
         }
         texts[name] = _text(experiment.data)
@@ -162,20 +164,9 @@ def _check_numbers(flops, margin, looks, std, rate_seed):
         )
 
 
-def _leaves(model):
-    import jax
-
-    from efx import models
-
-    return jax.tree.leaves(models.unboxed_shapes(model)["params"])
-
-
 def _text(data):
-    """{"text", "tokenizer": hash}, as in `runs.results`."""
-    return {
-        "text": run_dir.checksum(json.dumps(data.text_record, sort_keys=True))[:12],
-        "tokenizer": run_dir.checksum(data.tokenizer.to_json())[:12],
-    }
+    """`runs.text_digests` of a `Data`."""
+    return runs_lib.text_digests(data.text_record, run_dir.checksum(data.tokenizer.to_json()))
 
 
 def _checksum(contents):
@@ -367,9 +358,9 @@ def plan_command(arguments):
     if freedom:
         upper = statistics.upper_deviation(std, freedom)
         print(f"at the deviation's upper 80% bound: {describe_power(contents, upper)[0]}")
-    most = len(arms) * (contents["looks"][-1] + len(rate_runs(contents, "")) / len(arms))
+    most = len(rate_runs(contents, "")) + len(arms) * contents["looks"][-1]
     hours = "" if seconds is None else f", {most * seconds * arguments.flops / 3600:.1f} hours"
-    print(f"at most {most:.0f} runs of {quantity(arguments.flops, 'FLOPs')}{hours} by one job")
+    print(f"at most {most} runs of {quantity(arguments.flops, 'FLOPs')}{hours} by one job")
     if power < 0.8 and not arguments.underpowered:
         raise UsageError(
             f"the power is {power:.2f}, below 0.8; plan more seeds or a wider margin, or use "

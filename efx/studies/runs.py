@@ -245,14 +245,19 @@ def results(runs):
         rows.append(
             run.labels
             | last
+            | text_digests(record.get("text"), record.get("tokenizer") or "")
             | {
-                "text": run_dir.checksum(json.dumps(record.get("text"), sort_keys=True))[:12],
-                "tokenizer": (record.get("tokenizer") or "")[:12],
                 "machine": run_dir.machine_of(launch),
                 "revision": run_dir.revision_of(launch),
             }
         )
     return pd.DataFrame(rows)
+
+
+def text_digests(text_record, tokenizer):
+    """Return {"text", "tokenizer": hash}; tokenizer: the checksum of its file."""
+    text = run_dir.checksum(json.dumps(text_record, sort_keys=True))
+    return {"text": text[:12], "tokenizer": tokenizer[:12]}
 
 
 def settings_digest(config):
