@@ -1,0 +1,79 @@
+"""Arms and budgets of the pre-registered study, docs/results/mod_study.md.
+
+    python -m efx.studies.compare run results/mod_study_12.json --jobs 2
+    python -m efx.main --config configs/sweeps/mod_study.py:12,recipe --workdir runs/recipe
+
+Two rungs, before copying begins: 4 (TFLOPs, 32 wide) and 12 (48 wide). The text is the code of two
+packages of pure Python, the same on every machine; the plans have its hash. Arms:
+
+    dense           9 dense blocks
+    recipe          every second of 14 blocks computes 12.5%, by the recipe of gates.md
+    paper           every second of 16 blocks computes 12.5%, by the paper's recipe
+    positions       `recipe` with tokens selected by position, without a router
+    attention       exploratory: only the attention of every second of 11 blocks is routed
+    mlp             exploratory: only the MLP of every second of 11 blocks is routed
+    recursion       exploratory: four blocks in three steps between the first and the last
+
+At one rung all forward passes cost the same within 5%; runs have equal FLOPs.
+"""
+
+import importlib.metadata
+import sysconfig
+
+from efx.configs import common, mod
+from efx.errors import UsageError
+
+VERSIONS = {"networkx": "3.6.1", "sympy": "1.14.0"}
+FOLDERS = [f"text:{sysconfig.get_paths()['purelib']}/{name}/**/*.py" for name in VERSIONS]
+BASE = {
+    "steps": 0,
+    "data.source": f"mix:{','.join(FOLDERS)}",
+    "data.split": "documents",
+    "data.eval_fraction": 0.02,
+    "data.tokenizer": "bpe:512",
+    "data.batch_size": 4,
+    "model.mlp.multiple_of": 8,
+    "model.initialisation": "spike_no_more",
+    "optim.learning_rate": 5e-3,
+    "optim.schedule.warmup_steps": 0,
+    "optim.schedule.warmup_fraction": 0.1,
+    "checkpoint.every": 1000,
+    "evaluate.every": 0,
+    "evaluate.repeated_rows": 64,
+    "sample.every": 0,
+}
+VARIANTS = {
+    "4": {"model.width": 32, "model.attention.num_heads": 2, "train_flops": 4e12},
+    "12": {"model.width": 48, "model.attention.num_heads": 4, "train_flops": 1.2e13},
+    "dense": mod.VARIANTS["dense"] | {"model.depth": 9},
+    "recipe": {"model.depth": 14},
+    "paper": mod.VARIANTS["paper"] | {"model.depth": 16},
+    "positions": {
+        "model.depth": 14,
+        "model.depth_routing.score": "position",
+        "model.depth_routing.gate": "one",
+    },
+    "attention": {"model.depth": 11, "model.depth_routing.target": "attention"},
+    "mlp": {
+        "model.depth": 11,
+        "model.depth_routing.target": "mlp",
+        "model.depth_routing.kv_for_skipped": False,
+    },
+    "recursion": mod.VARIANTS["recursion"] | {"model.depth": 6},
+}
+
+
+def get_config(arg=""):
+    for name, version in VERSIONS.items():
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found = "not installed"
+        if found != version:
+            raise UsageError(
+                f"the text is the code of {name} {version}, here it is {found}; "
+                f"pip install {name}=={version}"
+            )
+    config = mod.get_config()
+    common.apply(config, BASE)
+    return common.variant(config, arg, **VARIANTS)
