@@ -47,7 +47,8 @@ VARIANTS = {
     "12": {"model.width": 48, "model.attention.num_heads": 4, "train_flops": 1.2e13},
     "dense": mod.VARIANTS["dense"] | {"model.depth": 9},
     "recipe": {"model.depth": 14},
-    "paper": mod.VARIANTS["paper"] | {"model.depth": 16},
+    # Ten times the default: the auxiliary loss is to count beside the gradient through the gate.
+    "paper": mod.VARIANTS["paper"] | {"model.depth": 16, "losses.router_bce": 0.1},
     "positions": {
         "model.depth": 14,
         "model.depth_routing.score": "position",
