@@ -51,7 +51,7 @@ _MODES_OF_FLAGS = {
     "dtype": ("export",),
     "topology": ("compile",),
     "vocab_size": ("compile",),
-    "json": ("compile",),
+    "json": ("compile", "evaluate"),
 }
 
 
@@ -76,9 +76,11 @@ def run(argv):
             workdir=workdir,
             as_json=bool(values.json),
         )
-    elif mode in ("evaluate", "sample"):
-        action = getattr(api.module_of(workdir, mode), mode)
-        action(config, workdir, step=values.step)
+    elif mode == "evaluate":
+        evaluate = api.module_of(workdir, mode).evaluate
+        evaluate(config, workdir, step=values.step, as_json=bool(values.json))
+    elif mode == "sample":
+        api.module_of(workdir, mode).sample(config, workdir, step=values.step)
     elif mode == "import":
         from efx.interop.import_run import import_run
 

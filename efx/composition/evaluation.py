@@ -26,15 +26,19 @@ from efx.train.eval_step import evaluation_keys
 from efx.train.evaluator import describe_scored_text
 
 
-def evaluate(config, workdir, step=None):
+def evaluate(config, workdir, step=None, as_json=False):
     """Score an ensemble and its experts; prints and writes the table.
+
+    Args:
+      as_json: print JSON instead of Markdown.
 
     Returns: {mixture or model: {column: number}}.
     """
     ensemble = Ensemble(to_config(config), workdir, step)
     runs = {"seed model": (ensemble.seed_folder, ensemble.seed_step)}
     table = score(ensemble, runs if ensemble.seed_folder else {})
-    print((ensemble.workdir / "evaluation.md").read_text())
+    text = (ensemble.workdir / "evaluation.md").read_text()
+    print(table.to_json(orient="index") if as_json else text)
     return table.to_dict("index")
 
 

@@ -36,7 +36,7 @@ _FLAGS = {
         "compile: chips and their sizes, v5e:16x16, or slices x hosts x GPUs, h100:1x8x8.",
     ),
     "vocab_size": (_NUMBER, None, "compile: number of token ids (default: the tokenizer's)."),
-    "json": (_SWITCH, None, "compile: print the report as JSON."),
+    "json": (_SWITCH, None, "compile, evaluate: print the report, or all metrics, as JSON."),
     "distributed": (
         _SWITCH,
         False,

@@ -10,6 +10,7 @@ import itertools
 import json
 import logging
 import shutil
+import sys
 import time
 
 import numpy as np
@@ -19,6 +20,7 @@ from efx.data import bpe, tokenizers
 from efx.data.disk_cache import cache_write_error, cached_folder, content_key, locked
 from efx.data.shards import ROW, ShardWriter, is_intact, text_row, write_meta
 from efx.errors import UsageError
+from efx.logging import Progress
 
 log = logging.getLogger(__name__)
 
@@ -26,29 +28,34 @@ log = logging.getLogger(__name__)
 _VERSION, _TOKENIZER_VERSION = 1, 6
 _SHARD_TOKENS = 1 << 24
 _SAMPLE_BYTES = 1 << 27  # of training text that a tokenizer is trained on
-_LOG_SECONDS = 5
+_LOG_SECONDS, _LIVE_SECONDS = 5, 0.2  # between two lines, and two updates of the live one
 
 
-class Progress:
-    """Logs how much of a list of `sources.Part` was read, the rate, and the time left."""
+@contextlib.contextmanager
+def _reading(work, parts):
+    """Show how much of a list of `sources.Part` was read, the rate, and the time left: beside a
+    spinner in a terminal, else by a line every few seconds.
 
-    def __init__(self, verb, parts):
-        self._verb, self._total, self._done = verb, sum(part.size for part in parts), 0
-        self._start = self._logged = time.monotonic()
+    Yields: a function that counts bytes.
+    """
+    total, done, start = sum(part.size for part in parts), 0, time.monotonic()
+    shown = start
+    with Progress(stream=sys.stderr) as progress, progress.phase(work) as show:
+        show, seconds = (show, _LIVE_SECONDS) if progress.is_live else (log.info, _LOG_SECONDS)
 
-    def add(self, count):
-        """Count bytes; log every few seconds."""
-        self._done += count
-        now = time.monotonic()
-        if now - self._logged < _LOG_SECONDS:
-            return
-        self._logged = now
-        rate = self._done / (now - self._start)
-        log.info(
-            "%s: %.0f of some %.0f MB, %.2g MB/s, %.0f s left",
-            self._verb, self._done / 1e6, self._total / 1e6, rate / 1e6,
-            max(0, self._total - self._done) / rate,
-        )  # fmt: skip
+        def count(size):
+            nonlocal done, shown
+            done += size
+            now = time.monotonic()
+            if now - shown < seconds:
+                return
+            shown, rate = now, done / (now - start)
+            show(
+                f"{work}: {done / 1e6:.0f} of some {total / 1e6:.0f} MB, {rate / 1e6:.2g} MB/s, "
+                f"{max(0, total - done) / rate:.0f} s left"
+            )
+
+        yield count
 
 
 # ---- tokens --------------------------------------------------------------------------------------
@@ -76,9 +83,9 @@ def prepare(source, tokenizer, root, shard=(1, 1)):
         folder.mkdir(parents=True, exist_ok=True)
         index, count = shard
         parts = list(enumerate(source.parts))[index - 1 :: count]
-        progress = Progress(f"tokenising {source.name}", [part for _, part in parts])
-        for number, part in parts:
-            _prepare_part(folder, number, part, tokenizer, progress)
+        with _reading(f"tokenising {source.name}", [part for _, part in parts]) as count_bytes:
+            for number, part in parts:
+                _prepare_part(folder, number, part, tokenizer, count_bytes)
         try:
             source.check_unchanged()
         except UsageError:
@@ -104,7 +111,7 @@ def _is_intact(folder):
     return False
 
 
-def _prepare_part(folder, number, part, tokenizer, progress):
+def _prepare_part(folder, number, part, tokenizer, count_bytes):
     """Write the shards of a part, behind those that are there."""
     with locked(folder / f"{number:05d}.lock"):
         state = _read_state(folder, number)
@@ -124,7 +131,7 @@ def _prepare_part(folder, number, part, tokenizer, progress):
             row = text_row(document.data, document.ends)
             writer.add(ids, row, document.name, document.data)
             state["is_cut"] |= document.is_cut
-            progress.add(len(document.data))
+            count_bytes(len(document.data))
             if writer.tokens >= _SHARD_TOKENS:
                 write()
         state["finished"] = True
@@ -182,11 +189,11 @@ def _decoded(document):
 
 def rows_of(source):
     """ROW[n] of the documents of a Source, without tokens."""
-    progress = Progress(f"reading {source.name}", source.parts)
     rows = []
-    for document in source.documents():
-        rows.append(text_row(document.data, document.ends).tobytes())
-        progress.add(len(document.data))
+    with _reading(f"reading {source.name}", source.parts) as count_bytes:
+        for document in source.documents():
+            rows.append(text_row(document.data, document.ends).tobytes())
+            count_bytes(len(document.data))
     source.check_unchanged()
     if not rows:
         raise _empty(source)

@@ -1,99 +1,178 @@
-"""The progress line of a run, and numbers as text."""
+"""The terminal of a run, and numbers as text."""
 
 import contextlib
 import datetime
-import math
+import os
 import sys
+import textwrap
 import time
 
 from efx.errors import is_primary
 
-_LIVE_SECONDS = 0.1  # between two updates of the line in a terminal
+_REFRESHES_PER_SECOND = 4
+
+
+def is_live(stream):
+    """Whether lines of a stream can be drawn again: a terminal that moves its cursor."""
+    return stream.isatty() and os.environ.get("TERM", "").lower() not in ("", "dumb", "unknown")
 
 
 class Progress:
-    """One live line in a terminal; elsewhere a plain line from time to time. A context manager.
+    """Lines that stay and, in a terminal, a live one below them. A context manager.
 
-    Only process 0 prints.
+    The live line shows the step, and a spinner in a `phase`; it disappears at the end. Elsewhere
+    there are only plain lines. Only process 0 prints.
 
     Args:
-      total: last step of the run.
-      peak_flops_per_second: of all devices, for the MFU; 0: unknown.
+      total: last step of the run; 0: there are no steps.
       stream: default: standard output.
-      plain_seconds: time between two plain lines.
     """
 
-    def __init__(self, total, *, peak_flops_per_second=0.0, stream=None, plain_seconds=10.0):
-        self._total = int(total)
-        self._peak = peak_flops_per_second
-        self._stream = stream or sys.stdout
-        self._seconds = plain_seconds
+    def __init__(self, total=0, *, stream=None):
+        self._total, self._stream = int(total), stream or sys.stdout
         self._first = None  # (step, time) of the first update
-        self._shown = -math.inf  # time of the last one that was shown
-        self._live = None  # rich's display of the line in a terminal
+        self._values = ""  # of the newest row
+        self._live = self._steps = self._phases = None
         self._is_active = is_primary()
 
-    def __enter__(self):
-        if self._is_active and self._stream.isatty():
-            from rich.console import Console
-            from rich.live import Live
+    @property
+    def is_live(self):
+        return self._live is not None
 
-            self._seconds = _LIVE_SECONDS
-            self._live = Live(console=Console(file=self._stream), auto_refresh=False)
-            self._live.start()
+    def __enter__(self):
+        if self._is_active and is_live(self._stream):
+            self._start_live()
         return self
+
+    def _start_live(self):
+        from rich import progress
+        from rich.console import Console, Group
+        from rich.live import Live
+        from rich.table import Column
+
+        # A narrow terminal cuts off the last values.
+        rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+        self._steps = progress.Progress(
+            progress.BarColumn(bar_width=12),
+            progress.TextColumn("{task.description}", markup=False, table_column=rest),
+            expand=True,
+        )
+        self._phases = progress.Progress(
+            progress.SpinnerColumn(),
+            progress.TextColumn("{task.description}", markup=False),
+            progress.TimeElapsedColumn(),
+        )
+        self._live = Live(
+            Group(self._steps, self._phases),
+            console=Console(file=self._stream),
+            refresh_per_second=_REFRESHES_PER_SECOND,
+            transient=True,
+            # Lines that others print to this terminal go above the live one.
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        self._live.start()
 
     def __exit__(self, kind, error, trace):
         if self._live:
             self._live.stop()
             self._live = None
 
-    def update(self, step, *, loss=None, tokens_per_second=None, flops=None, flops_per_second=None):
-        """Show the position of the run after a step, unless the line was updated just before.
+    def update(self, step, row=None):
+        """Show the position of the run after a step.
 
         Args:
-          loss: in nats. flops: of the run so far. None: not shown.
+          row: metrics, {name: number}, for a line that stays; None: only the live line changes.
         """
+        if not self._is_active:
+            return
         now = time.monotonic()
         self._first = self._first or (step, now)
-        if not self._is_active or (step < self._total and now - self._shown < self._seconds):
-            return
-        self._shown = now
-        parts = [f"step {step}/{self._total}"]
-        if loss is not None:
-            parts.append(f"loss {loss:.4f}")
+        if row is not None:
+            self._values = describe_row(row)
         first_step, start = self._first
+        parts = [f"step {step}/{self._total}"]
         if first_step < step < self._total:
             left = (self._total - step) * (now - start) / (step - first_step)
             parts.append(f"{duration(left)} left")
-        if tokens_per_second is not None:
-            parts.append(quantity(tokens_per_second, "tokens/s"))
-        if flops_per_second is not None and self._peak:
-            parts.append(f"MFU {100 * flops_per_second / self._peak:.1f}%")
-        if flops_per_second is not None:
-            parts.append(quantity(flops_per_second, "FLOP/s"))
-        if flops is not None:
-            parts.append(quantity(flops, "FLOPs"))
-        line = "  ".join(parts)
-        if self._live:
-            from rich.text import Text
-
-            # A narrow terminal cuts off the last parts.
-            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
-        else:
+        line = "  ".join([*parts, self._values])
+        if row is not None:
             self.println(line)
+        if self._live:
+            if not self._steps.task_ids:
+                self._steps.add_task(line, total=self._total)
+            self._steps.update(self._steps.task_ids[0], completed=step, description=line)
 
-    def println(self, text):
-        """Print a text on its own line or lines, above the live one."""
+    @contextlib.contextmanager
+    def phase(self, text, is_logged=False):
+        """Context in which the terminal shows a spinner, a text and the elapsed time.
+
+        Args:
+          is_logged: whether the text is a line where there is no live line.
+
+        Yields: a function that replaces the text beside the spinner.
+        """
+        if not self._live:
+            if is_logged:
+                self.println(text)
+            yield lambda text: None
+            return
+        task = self._phases.add_task(text, total=None)
+        try:
+            yield lambda text: self._phases.update(task, description=text)
+        finally:
+            self._phases.remove_task(task)
+
+    def println(self, text, style=""):
+        """Print a text on its own line or lines, above the live one.
+
+        Args:
+          style: of rich, such as "bold", for terminals.
+        """
         if not self._is_active:
             return
+        text = printable(text)
         if self._live:
             from rich.text import Text
 
-            self._live.console.print(Text(text), soft_wrap=True)
+            self._live.console.print(Text(text, style), soft_wrap=True)
         else:
             with contextlib.suppress(BrokenPipeError):  # a run continues without a reader
                 print(text, file=self._stream, flush=True)
+
+    def print_sample(self, title, text):
+        """Print a sampled text, set apart from the lines of the run."""
+        if self._live:
+            from rich.panel import Panel
+            from rich.text import Text
+
+            panel = Panel(Text(printable(text)), title=title, title_align="left", style="dim")
+            self._live.console.print(panel)
+        else:
+            lines = textwrap.indent(printable(text), "  | ", lambda line: True)
+            self.println(f"{title}:\n{lines}")
+
+
+def describe_row(row):
+    """Return the values of a row of training metrics in one line, the most watched ones first."""
+    parts = [
+        f"loss {row['train/loss']:.4f}",
+        quantity(row["tokens_per_second"], "tokens/s"),
+    ]
+    if "mfu" in row:
+        parts.append(f"MFU {row['mfu']:.1%}")
+    if "device_memory" in row:
+        parts.append(f"memory {row['device_memory'] / 2**30:.1f} GiB")
+    parts.append(f"rate {row['train/learning_rate']:.2e}")
+    parts.append(f"gradient norm {row['train/grad_norm']:.2f}")
+    if "epochs" in row:
+        parts.append(f"epoch {row['epochs']:.2f}")
+    return "  ".join(parts)
+
+
+def printable(text):
+    """Return a text with escapes for control characters, which a terminal would obey."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def quantity(value, unit=""):

@@ -168,4 +168,4 @@ def embedding_mask_flops(b, tokens, pairs):
     return flops.add([masks, mask_input_flops(b, tokens, pairs)])
 
 
-MASKS = Report(words={"dropout/kept": "; masks keep {:.1%}"}, statistics=("dropout/",))
+MASKS = Report(words={"dropout/kept": "\n  masks keep {:.1%}"}, statistics=("dropout/",))

@@ -94,14 +94,14 @@ def _routed_rows(model, length, prefix, means):
 
 DEPTH = Report(
     words={
-        "router/routed_fraction": "; routed blocks: {:.1%} of tokens",
+        "router/routed_fraction": "\n  routed blocks: {:.1%} of tokens",
         "router/worth": ", worth {:.3f} nats",
         "router/gate_min": ", gates {:.2g}",
         "router/gate_max": " to {:.2g}",
-        "router/routed_fraction_min": "; by block {:.1%}",
+        "router/routed_fraction_min": ", by block {:.1%}",
         "router/routed_fraction_max": " to {:.1%}",
-        "router/capacity": " of tokens, capacity {:.1%}",
-        "router/accuracy": "; decision accuracy {:.1%}",
+        "router/capacity": " (capacity {:.1%})",
+        "router/accuracy": "\n  causal decisions agree with top-k on {:.1%} of tokens",
     },
     rows=_depth_rows,
     selections=_depth_selections,
@@ -136,7 +136,7 @@ def _expert_rows(model, length, passes):
 
 EXPERTS = Report(
     words={
-        "moe/overflow_fraction": "; experts overflow for {:.1%}",
+        "moe/overflow_fraction": "\n  experts: overflow for {:.1%}",
         "moe/computed_fraction": ", computed {:.1%} of the choices",
         "moe/counted_fraction": " (counted as {:.1%})",
     },

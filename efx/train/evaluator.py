@@ -232,7 +232,7 @@ def bits(metrics, form):
 
 
 def describe(step, metrics):
-    """One line about an evaluation."""
+    """Lines about an evaluation: the held-out loss, and one for each feature of the model."""
     line = (
         f"step {step}: held-out loss {metrics['eval/loss']:.4f} nats"
         f"{bits(metrics, ', {} bits per byte')}{describe_scored_part(metrics)}"
@@ -241,20 +241,33 @@ def describe(step, metrics):
         for name, words in report.words.items():
             if f"eval/{name}" in metrics:
                 line += words.format(metrics[f"eval/{name}"])
-    prefix = "eval/loss_"
-    others = [
-        f"{name.removeprefix(prefix)} {value:.4f}"
-        for name, value in metrics.items()
-        if name.startswith(prefix)
-    ]
-    if others:
-        line += f"; loss by other routing: {', '.join(others)}"
+    if others := _describe_other_losses(metrics):
+        line += f"\n  held-out loss by other routing: {others}"
     if sets := [name for name in metrics if re.fullmatch("eval/.+/loss", name)]:
         values = (f"{name.split('/')[1]} {metrics[name]:.4f}" for name in sets)
-        line += f"; held-out sets: {', '.join(values)}"
+        line += f"\n  held-out sets: {', '.join(values)}"
     if "eval/repeated/gain" in metrics:
-        line += f"; repeats gain {metrics['eval/repeated/gain']:.2f} nats"
+        line += f"\n  repeated text gains {metrics['eval/repeated/gain']:.2f} nats"
     return line
+
+
+def describe_worth(metrics):
+    """What the routed parts of a model are worth, and its losses by other routing; "" without."""
+    others = _describe_other_losses(metrics)
+    worths = [metrics[name] for name in ("eval/router/worth", "eval/moe/worth") if name in metrics]
+    if worths:
+        others = f"worth {worths[0]:.4f} nats: the held-out loss is {others}"
+    return others
+
+
+def _describe_other_losses(metrics):
+    names = {"routed_off": "with routed parts switched off", "topk": "by top-k"}
+    losses = {
+        name.removeprefix("eval/loss_"): value
+        for name, value in metrics.items()
+        if name.startswith("eval/loss_")
+    }
+    return ", ".join(f"{value:.4f} {names.get(name, f'by {name}')}" for name, value in losses.items())
 
 
 def describe_scored_text(data, config, tokens):

@@ -1,6 +1,7 @@
 """Restore the checkpoint of a run, evaluate it, or sample from it."""
 
 import dataclasses
+import json
 import sys
 from io import StringIO
 
@@ -12,7 +13,7 @@ from efx.checkpoint import Checkpointer, fingerprint
 from efx.checkpoint.init_from import changed_settings
 from efx.config.load import to_config
 from efx.errors import UsageError
-from efx.logging import quantity, read_metrics
+from efx.logging import Progress, quantity, read_metrics
 from efx.models.config import SAME_MODEL
 from efx.parallel import sharding
 from efx.sampling import TextSampler
@@ -115,12 +116,13 @@ def read_rows(workdir):
     return read_metrics(workdir) if has_metrics else []
 
 
-def evaluate(config, workdir, step=None):
-    """Print and return the metrics of a checkpoint on the run's held-out split, or on all of
-    `config.data.eval_source`.
+def evaluate(config, workdir, step=None, as_json=False):
+    """Evaluate a checkpoint on the run's held-out split, or on all of `config.data.eval_source`;
+    returns all metrics and prints the main ones.
 
     Args:
       config: ConfigDict or `Config`. step: of the checkpoint; None: the newest.
+      as_json: print all metrics, and nothing else, as JSON.
     """
     config, run = to_config(config), run_dir.RunDir(workdir)
     check_tokenizer(config, run)
@@ -130,9 +132,15 @@ def evaluate(config, workdir, step=None):
             "thresholds of the checkpoint; set it for training or for --mode=export"
         )
     e, step, params, variables = restore(config, workdir, step, ("eval",))
-    with sharding.use(e.mesh, e.rules):
+    with (
+        sharding.use(e.mesh, e.rules),
+        Progress() as progress,
+        progress.phase(f"evaluating step {step}"),
+    ):
         metrics = Evaluator(e.model, e.config, e.data, e.mesh, e.rules)(params, variables)
-    if jax.process_index() == 0:
+    if jax.process_index() == 0 and as_json:
+        print(json.dumps({"step": step, **metrics}))
+    elif jax.process_index() == 0:
         print(describe(step, metrics))
         health.Watch()(metrics, step / e.steps)
         print(describe_scored_text(e.data, config.evaluate, metrics["eval/tokens"]))
@@ -141,9 +149,7 @@ def evaluate(config, workdir, step=None):
         c, trained_on = config.data, run.setting("data.source")
         if not c.eval_source and c.source != trained_on:
             print(f"to score the whole text, use --config.data.eval_source={c.source}")
-        for name, value in sorted(metrics.items()):
-            number = f"{value:.6g}" if abs(value) < 1e6 else f"{value:,.0f}"
-            print(f"  {name:<44} {number}")
+        print(f"all {len(metrics)} metrics, those of each block too: add --json")
     return metrics
 
 

@@ -8,7 +8,7 @@ import jax
 
 from efx.layers.flops import count_params, device_peak
 from efx.logging import duration, quantity
-from efx.train.evaluator import bits, describe_scored_part
+from efx.train.evaluator import bits, describe_scored_part, describe_worth
 
 # Logged at their latest value; other metrics are averaged over the steps since the last row.
 LATEST_VALUES = ("train/nonfinite_total", "train/nonfinite_run")
@@ -104,6 +104,8 @@ class RunLog:
             collected.append((step, metrics))
             if step % c.every == 0 or step == self.experiment.steps:
                 self._write_row(step)
+            else:
+                self.progress.update(step)
         return collected
 
     def _write_row(self, step):
@@ -121,17 +123,13 @@ class RunLog:
         row |= self._progress_in_text(step)
         if self.peak:
             row["mfu"] = row["flops_per_second"] / self.peak
+        if memory := jax.local_devices()[0].memory_stats():  # CPUs have none
+            row["device_memory"] = memory["peak_bytes_in_use"]
         if e.teacher is not None:
             row["flops_teacher"] = step * e.teacher_flops(nominal=False)
         self._rows, self._written_at = [], now
         self.write(step, row)
-        self.progress.update(
-            step,
-            loss=row["train/loss"],
-            tokens_per_second=row["tokens_per_second"],
-            flops=row["flops"],
-            flops_per_second=row["flops_per_second"],
-        )
+        self.progress.update(step, row)
 
     def _progress_in_text(self, step):
         """Epochs, and with a mixture the epochs and tokens of each part."""
@@ -173,17 +171,17 @@ class RunLog:
         """Print the sizes of the run."""
         e, data, devices = self.experiment, self.experiment.data, jax.device_count()
         heading = f"resuming {workdir} at step {step}" if step else str(workdir)
-        text = quantity(data.train_tokens, "training tokens")
-        epochs = f" ({quantity(max(data.epochs(e.steps).values()), 'epochs')})"
-        teacher = ""
+        compute = f"{quantity(e.flops(e.steps), 'FLOPs')} of computation in all"
         if e.teacher is not None:
-            flops = quantity(e.teacher_flops(), "FLOPs")
-            teacher = f" (including {flops} for the teacher, {e.config.train.teacher})"
+            flops = quantity(e.teacher_flops() * e.steps, "FLOPs")
+            compute += f", {flops} of it for the teacher, {e.config.train.teacher}"
         self.progress.println(
-            f"{heading}: {quantity(self._parameters, 'parameters')}, {text}, {e.steps} steps of "
-            f"{e.tokens_per_step} tokens{epochs}, "
-            f"{quantity(e.flops(e.steps) / e.steps, 'FLOPs')} a step{teacher}, "
-            f"{devices} {jax.devices()[0].device_kind} device{'s' * (devices > 1)}"
+            f"{heading}:\n"
+            f"  model:     {e.config.model.family}, {quantity(self._parameters, 'parameters')}\n"
+            f"  text:      {quantity(data.train_tokens, 'training tokens')}\n"
+            f"  training:  {e.steps} steps of {e.tokens_per_step} tokens, "
+            f"{quantity(max(data.epochs(e.steps).values()), 'epochs')}; {compute}\n"
+            f"  device:    {devices} {jax.devices()[0].device_kind}"
         )
         for line in data.remarks():
             self.progress.println(line)
@@ -201,14 +199,24 @@ class RunLog:
         self.write(step, {"startup_seconds": total, "parameters": self._parameters})
 
     def print_end(self, step):
-        """Print the totals of a finished run."""
+        """Print the totals and losses of a finished run."""
         e, row = self.experiment, self.last_row
         self.progress.println(
             f"finished: {step} steps, {quantity(step * e.tokens_per_step, 'tokens')}, "
-            f"{quantity(self.flops(step), 'FLOPs')} in {duration(row['seconds'])} of "
-            f"training, held-out loss {row['eval/loss']:.4f} nats"
-            f"{bits(row, ' ({} bits per byte)')}{describe_scored_part(row)}"
+            f"{quantity(self.flops(step), 'FLOPs')} in {duration(row['seconds'])} of training",
+            "bold",
         )
+        lines = [
+            f"  model:           {e.config.model.family}, "
+            f"{quantity(self._parameters, 'parameters')}",
+            f"  held-out loss:   {row['eval/loss']:.4f} nats a token"
+            f"{bits(row, ' ({} bits per byte)')}{describe_scored_part(row)}",
+        ]
+        if "train/loss" in row:
+            lines.insert(1, f"  training loss:   {row['train/loss']:.4f} nats a token")
+        if worth := describe_worth(row):
+            lines.append(f"  routed parts:    {worth}")
+        self.progress.println("\n".join(lines))
 
 
 def mean_of(rows):

@@ -117,7 +117,7 @@ class Trainer:
             sharding.use(e.mesh, e.rules),
             inference.checkpointer(self.workdir, c.checkpoint, self.scores) as self.checkpoints,
             contextlib.ExitStack() as stack,
-            Progress(e.steps, peak_flops_per_second=self.log.peak) as self.log.progress,
+            Progress(e.steps) as self.log.progress,
         ):
             self.println = self.log.progress.println
             if c.checkpoint.keep_best:
@@ -151,8 +151,8 @@ class Trainer:
         e, origin = self.experiment, None
         self.is_resumed = self.checkpoints.latest_step() is not None
         if not self.is_resumed:
-            self.println("initialising the parameters")
-            state = self.training.new_state(self.seed)
+            with self.log.progress.phase("initialising the parameters", is_logged=True):
+                state = self.training.new_state(self.seed)
             self.state, origin = start_from(state, self.config, e.model, self.println)
             if self.config.init.run or e.model.members:
                 self.state = self.training.restarted_state(self.state)
@@ -247,11 +247,11 @@ class Trainer:
 
     def _compile(self, stage):
         """The compiled step of a stage."""
-        self.println("compiling the training step")
         begin = time.monotonic()
-        # Count the executed FLOPs now, not during a timed step.
-        self.experiment.flops(stage.start + 1, nominal=False)
-        compiled = self.training.compile_step(stage.model, stage.start)
+        with self.log.progress.phase("compiling the training step", is_logged=True):
+            # Count the executed FLOPs now, not during a timed step.
+            self.experiment.flops(stage.start + 1, nominal=False)
+            compiled = self.training.compile_step(stage.model, stage.start)
         self.compile_seconds = time.monotonic() - begin
         return compiled
 
@@ -292,10 +292,11 @@ class Trainer:
             return
         self._use_stage()
         if "evaluate" in due:
-            metrics = self.evaluator(self.state.params, self.state.variables)
+            with self.log.progress.phase("evaluating"):
+                metrics = self.evaluator(self.state.params, self.state.variables)
             self.scores[self.step] = metrics.get(self.config.checkpoint.best_metric)
             self.log.write(self.step, metrics)
-            self.println(describe(self.step, metrics))
+            self.println(describe(self.step, metrics), "cyan")
             self.warn_of_sleep(metrics, self.step / self.experiment.steps)
         if "sample" in due:
             self._sample({"params": self.state.params, **self.state.variables})
@@ -304,12 +305,14 @@ class Trainer:
     def _sample(self, variables):
         c = self.config.sample
         prompts, seeds = [c.prompt] * c.num_samples, [c.seed + i for i in range(c.num_samples)]
-        with memory.exhaustion_as_usage_error(
-            "sampling", f"lower config.sample.num_samples={c.num_samples}"
+        advice = f"lower config.sample.num_samples={c.num_samples}"
+        with (
+            memory.exhaustion_as_usage_error("sampling", advice),
+            self.log.progress.phase("sampling"),
         ):
             texts = self.sampler.texts(variables, prompts, seeds=seeds)
         self.log.writer.write_samples(self.step, [c.prompt + text for text in texts])
-        self.println(f"sample at step {self.step}:\n{c.prompt}{texts[0]}\n---")
+        self.log.progress.print_sample(f"sample at step {self.step}", c.prompt + texts[0])
 
     # ---- end -------------------------------------------------------------------------------------
 
