@@ -38,7 +38,10 @@ def evaluate(config, workdir, step=None, as_json=False):
     runs = {"seed model": (ensemble.seed_folder, ensemble.seed_step)}
     table = score(ensemble, runs if ensemble.seed_folder else {})
     text = (ensemble.workdir / "evaluation.md").read_text()
-    print(table.to_json(orient="index") if as_json else text)
+    if as_json:
+        print(table.to_json(orient="index"))
+    else:
+        tables.show(text)
     return table.to_dict("index")
 
 

@@ -24,7 +24,7 @@ class Progress:
     there are only plain lines. Only process 0 prints.
 
     Args:
-      total: last step of the run; 0: there are no steps.
+      total: last step of the run, or number of runs of a study; 0: there is no bar.
       stream: default: standard output.
     """
 
@@ -59,8 +59,9 @@ class Progress:
         )
         self._phases = progress.Progress(
             progress.SpinnerColumn(),
-            progress.TextColumn("{task.description}", markup=False),
             progress.TimeElapsedColumn(),
+            progress.TextColumn("{task.description}", markup=False, table_column=rest),
+            expand=True,
         )
         self._live = Live(
             Group(self._steps, self._phases),
@@ -98,10 +99,15 @@ class Progress:
         line = "  ".join([*parts, self._values])
         if row is not None:
             self.println(line)
-        if self._live:
-            if not self._steps.task_ids:
-                self._steps.add_task(line, total=self._total)
-            self._steps.update(self._steps.task_ids[0], completed=step, description=line)
+        self.show(step, line)
+
+    def show(self, completed, text):
+        """Draw the bar and the text of the live line; without one nothing happens."""
+        if not self._live:
+            return
+        if not self._steps.task_ids:
+            self._steps.add_task(text, total=self._total)
+        self._steps.update(self._steps.task_ids[0], completed=completed, description=text)
 
     @contextlib.contextmanager
     def phase(self, text, is_logged=False):

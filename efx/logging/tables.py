@@ -7,8 +7,10 @@ is the table.
 import itertools
 import math
 import statistics
+import sys
 
 from efx import io
+from efx.logging.progress import is_live
 
 LOSS = "held-out loss (nats)"
 LOSSES = (LOSS, "loss", "mean")  # titles of columns that every run has, unless it diverged
@@ -76,13 +78,24 @@ def _cell(value):
 
 
 def save(folder, name, table, text):
-    """Write a DataFrame to FOLDER/NAME.csv, and its Markdown to NAME.md and the terminal."""
+    """Write a DataFrame to FOLDER/NAME.csv, and its Markdown to NAME.md; show it."""
     folder = io.folder(folder)
     with io.report_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     io.write_atomic(folder / f"{name}.csv", table.to_csv(index=False))
     io.write_atomic(folder / f"{name}.md", text)
-    print(text)
+    show(text)
+
+
+def show(text):
+    """Print Markdown: drawn, with aligned tables, in a terminal."""
+    if not is_live(sys.stdout):
+        print(text)
+        return
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    Console().print(Markdown(text))
 
 
 def read_csv(path):

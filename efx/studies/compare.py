@@ -247,7 +247,7 @@ def describe_power(contents, std):
 
 
 def _run(contents, workdir, name, config, seed, rate=None):
-    changes = {"steps": 0, "train_flops": contents["flops"], "train.max_nonfinite": 10**9}
+    changes = {"steps": 0, "train_flops": contents["flops"]} | runs_lib.MAY_DIVERGE
     label = name
     if rate is not None:
         changes[RATE], label = rate, f"{name}, rate {rate:g}"
@@ -403,6 +403,7 @@ def run_command(arguments):
         return print("# these select the learning rates: rerun when they have finished")
     workdir.mkdir(parents=True, exist_ok=True)
     io.write_atomic(known, json.dumps(contents, indent=1) + "\n")
+    print(runs_lib.MAY_DIVERGE_NOTE)
     runs_lib.run_all(searched, arguments.jobs)
     rates = best_rates(contents, workdir)
     missing = next_runs(contents, workdir, rates)

@@ -121,7 +121,7 @@ def make_run(grid, workdir, extra, family, size, budget, rate, seed):
     changes |= {"steps": 0, "train_flops": budget}
     name = f"{family}, {size}, {quantity(budget, 'FLOPs')}"
     if rate is not None:
-        changes |= {RATE: rate, "train.max_nonfinite": 10**9}  # too high a rate is a result
+        changes |= {RATE: rate} | runs_lib.MAY_DIVERGE  # too high a rate is a result
         name += f", rate {rate:g}"
     labels = {"family": family, "size": size, "budget": budget, "rate": rate}
     return runs_lib.training_run(workdir, name, seed, config, changes, extra, labels)
@@ -337,6 +337,8 @@ def study(arguments):
     selecting = rate_runs(grid, workdir, extra)
     runs_lib.check([*selecting, *final_runs(grid, workdir, extra, {})], extra)
     if not arguments.print_commands:
+        if selecting:
+            print(runs_lib.MAY_DIVERGE_NOTE)
         runs_lib.run_all(selecting, arguments.jobs)
     elif not all(map(runs_lib.is_finished, selecting)):
         runs_lib.print_commands(selecting)
@@ -365,7 +367,7 @@ def study(arguments):
     text = markdown(optima, differences, laws, arguments, grid)
     io.write_atomic(folder / "table.md", text)
     draw(table, fitted, folder / "curves.png")
-    print(text)
+    tables.show(text)
 
 
 def main(argv=None):

@@ -1,5 +1,6 @@
 """The runs of a study: separate `python -m efx.main` processes, and their results as a table."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -20,10 +21,19 @@ from efx.config import flags, schema
 from efx.config.load import to_config, with_new_defaults
 from efx.config.run import default_config
 from efx.errors import UsageError
-from efx.logging import read_metrics
+from efx.logging import Progress, duration, read_metrics
 from efx.parallel.signals import STOPPING
 
 NOT_FINITE = 3  # exit status of a finished run whose loss is not finite
+# For studies in which a run that diverges is a result.
+MAY_DIVERGE = {"train.max_nonfinite": 10**9}
+MAY_DIVERGE_NOTE = (
+    f"config.train.max_nonfinite={10**9} unless set otherwise: a run that diverges trains to its "
+    "end and is a row of the table"
+)
+_SHARED = "# with other runs on this machine"  # ends the command in the log of such a run
+_SHOWN_SECONDS = 0.5  # between two updates of the live lines
+_STEP = r"step (\d+)/(\d+) "  # begins the line of a step of training
 # Arguments that a study sets for each run.
 _OWN = re.compile(r"(\w*:)?--?(config|config\.seed|workdir|mode)(=|$)")
 # Settings that do not decide the result: the text is compared by its hash.
@@ -115,13 +125,26 @@ def print_commands(runs):
             print(run.command())
 
 
-def run_all(runs, jobs=1):
+def run_all(runs, jobs=1, total=None):
     """Make all missing runs, `jobs` at a time; the first failure stops the study.
 
-    With several jobs each gets an equal part of the CPUs and writes to FOLDER.log. After a failure
-    or a signal no further run starts, and those that run save and end before this returns.
+    Each writes its command and its output to FOLDER.log. With several jobs each gets an equal part
+    of the CPUs. After a failure or a signal no further run starts, and those that run save and end
+    before this returns.
+
+    Args:
+      total: number of runs of the study, if more follow.
     """
-    missing = [run for run in runs if not is_finished(run)]
+    missing, total = [run for run in runs if not is_finished(run)], total or len(runs)
+    if not missing:
+        return
+    print(f"each run writes to a file of its own, such as {log_of(missing[0])}", flush=True)
+    with Progress(total) as progress:
+        ended = len(runs) - len(missing)
+        _run_missing(missing, jobs, Overview(progress, ended, len(missing), total))
+
+
+def _run_missing(missing, jobs, overview):
     free_cpus = _split_cpus(jobs) if jobs > 1 else [None]
     running, received = {}, []  # {process: (Run, its CPUs)}; signals to this process
     handlers = {number: signal.getsignal(number) for number in STOPPING}
@@ -133,11 +156,14 @@ def run_all(runs, jobs=1):
             while missing and free_cpus and not received:
                 run, cpus = missing.pop(0), free_cpus.pop(0)
                 running[start(run, cpus)] = run, cpus
+                overview.begin(run)
             for process in [each for each in running if each.poll() is not None]:
                 run, cpus = running.pop(process)
                 free_cpus.append(cpus)
                 if not received:  # else it may have stopped early
-                    report(run, process.returncode, log_of(run) if cpus is not None else None)
+                    check_status(run, process.returncode)
+                    overview.end(run)
+            overview.refresh()
             time.sleep(0.05)
     finally:
         for process in running:
@@ -153,19 +179,20 @@ def run_all(runs, jobs=1):
 
 
 def start(run, cpus):
-    """Return the process of a run.
+    """Return the process of a run, whose command and output go to its log.
 
     Args:
-      cpus: None: its output goes to the terminal. Otherwise its CPUs, and its output to a file.
+      cpus: its CPUs beside other runs; None: it has the machine to itself.
     """
-    print(f"== {run.name}: {run.command()}", flush=True)
     command, log = [sys.executable, "-m", "efx.main", *run.arguments], log_of(run)
-    if cpus is None:
-        return subprocess.Popen(command)
     log.parent.mkdir(parents=True, exist_ok=True)
-    # JAX would reserve three quarters of the GPU's memory for each run.
-    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ}
+    environment, mark = dict(os.environ), ""
+    if cpus is not None:
+        # JAX would reserve three quarters of the GPU's memory for each run.
+        environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        mark = f"  {_SHARED}"
     with open(log, "a") as file:
+        print(f"$ {run.command()}{mark}", file=file, flush=True)
         options = {"stdout": file, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(command, env=environment, **options)
     if cpus:
@@ -173,23 +200,85 @@ def start(run, cpus):
     return process
 
 
-def report(run, status, log):
-    """Print how a run ended; UsageError if it failed. log: the file of its output, or None."""
-    where = log or "its last line"
-    lines = [line for line in log.read_text().splitlines() if "finished" in line] if log else ()
-    if lines:
-        print(f"-- {run.name}: {lines[-1]}", flush=True)
-    if status == NOT_FINITE:
-        print(f"-- {run.name}: the last values are not finite; see {where}", flush=True)
-    elif status:
+def check_status(run, status):
+    """Raise UsageError if a run failed; a run that diverged has not."""
+    if status not in (0, NOT_FINITE):
         raise UsageError(
-            f"the run {run.name!r} ended with status {status}; see {where}. Rerun to resume"
+            f"the run {run.name!r} ended with status {status}: {newest_line(run)}; see "
+            f"{log_of(run)}. Rerun to resume"
         )
 
 
 def log_of(run):
-    """Return the path of a run's output, which it has if it was one of several jobs."""
+    """Return the path of the log of a run."""
     return run.folder.with_name(f"{run.folder.name}.log")
+
+
+def newest_line(run, pattern=""):
+    """Return the newest line of a run's log, of those that begin with a pattern; "" without one."""
+    with open(log_of(run), "rb") as file:
+        file.seek(max(0, log_of(run).stat().st_size - 4096))
+        lines = file.read().decode(errors="replace").split("\n")
+    return next((x for x in reversed(lines) if x.strip() and re.match(pattern, x)), "").strip()
+
+
+class Overview:
+    """The lines of a study: how many runs have ended, the time left, and each current run.
+
+    Args:
+      progress: the `Progress` of the terminal.
+      earlier: number of runs that had ended before. missing: of runs to make. total: of all runs.
+    """
+
+    def __init__(self, progress, earlier, missing, total):
+        self._progress, self._earlier, self._missing = progress, earlier, missing
+        self._total, self._ended = total, 0
+        self._start, self._refreshed = time.monotonic(), -math.inf
+        self._current = {}  # {Run: (ExitStack of its spinner, function that replaces its text)}
+
+    def begin(self, run):
+        """Show a run that has started."""
+        stack = contextlib.ExitStack()
+        show = stack.enter_context(self._progress.phase(run.name, is_logged=True))
+        self._current[run] = stack, show
+
+    def refresh(self):
+        """Show the newest lines of the current runs."""
+        now = time.monotonic()
+        if not self._progress.is_live or now - self._refreshed < _SHOWN_SECONDS:
+            return
+        self._refreshed, done = now, self._ended
+        for run, (_, show) in self._current.items():
+            line = newest_line(run, _STEP)
+            show(f"{run.name}: {line or newest_line(run)}")
+            if line:
+                step, last_step = re.match(_STEP, line).groups()
+                done += int(step) / int(last_step)
+        self._progress.show(self._earlier + self._ended, self._describe(done))
+
+    def end(self, run):
+        """Print how a run ended."""
+        stack, _ = self._current.pop(run)
+        stack.close()
+        self._ended += 1
+        rows = read_metrics(run.folder) if (run.folder / run_dir.METRICS_FILE).exists() else [{}]
+        outcome = "finished"
+        if "eval/loss" in rows[-1]:
+            loss = rows[-1]["eval/loss"]
+            outcome = "diverged" if loss is None else f"held-out loss {loss:.4f} nats"
+        self._progress.println(f"{run.name}: {outcome}; {self._describe(self._ended)}")
+
+    def _describe(self, done):
+        """Return "3 of 8 runs, 0:12:00 left".
+
+        Args:
+          done: number of missing runs that have been computed, with fractions of current ones.
+        """
+        text = f"{self._earlier + self._ended} of {self._total} runs"
+        if not 0 < done < self._missing:
+            return text
+        left = (time.monotonic() - self._start) / done * (self._missing - done)
+        return f"{text}, {duration(left)} left"
 
 
 def _split_cpus(jobs):
@@ -238,7 +327,7 @@ def results(runs):
             losses += [row["eval/loss"]] if row.get("eval/loss") is not None else []
         is_finite = last.get("eval/loss") is not None
         last["min:eval/loss"] = min(losses) if is_finite else None
-        if log_of(run).exists():
+        if log_of(run).exists() and _SHARED in log_of(run).read_text(errors="replace"):
             last["seconds"] = math.nan
         record = run_dir.RunDir(run.folder).record
         launch = record["launches"][-1]

@@ -15,7 +15,8 @@ With equal="flops" or "tokens", the first run trains before the others, and all 
 tokens as it used; with "" the settings decide. Every command line is checked before the first run.
 `--sweep FILE:PART` calls `get_sweep("PART")`. Runs are in WORKDIR/<name>-seed<n>. An interrupted
 sweep resumes, and finished runs are not repeated. Arguments after `--` go to every run. The table,
-WORKDIR/table.md, compares each row with the first; WORKDIR/table.csv has a row for each run. They
+WORKDIR/table.md, compares each row with the first: differences are paired by seed, and a star marks
+those that are significant after Holm's correction. WORKDIR/table.csv has a row for each run. They
 have no seconds if runs shared the machine (--jobs).
 
 With `depth` the table has the price of depth at equal tokens (SPEC section 8): `recovered`, the
@@ -35,7 +36,7 @@ from efx.errors import UsageError, nearest
 from efx.logging import quantity, tables
 from efx.studies import cli
 from efx.studies import runs as runs_lib
-from efx.studies.statistics import difference, recovered_share
+from efx.studies.statistics import holm, paired_difference, recovered_share
 
 KEYS = ("config", "seeds", "equal", "runs", "columns")
 COLUMNS = {
@@ -101,8 +102,7 @@ def make_runs(sweep, workdir, extra=(), budget=()):
     runs = []
     for seed in sweep["seeds"]:
         for name, changes in sweep["runs"].items():
-            # A run that diverges is a row of the table; it does not end the sweep.
-            changes = {"train.max_nonfinite": 10**9, **changes}
+            changes = {**runs_lib.MAY_DIVERGE, **changes}
             config = changes.pop("config", sweep["config"])
             own = () if name == first else budget
             runs.append(runs_lib.training_run(workdir, name, seed, config, changes, (*extra, *own)))
@@ -135,11 +135,10 @@ def table_of(results, sweep):
     known = {title: metric for title, metric in columns.items() if metric in results}
     per_run = pd.DataFrame({title: results[metric] for title, metric in known.items()})
     groups, rows = per_run.groupby("name", sort=False), []
-    stats = {name: _stats(group[tables.LOSS]) for name, group in groups}
-    first = next(iter(stats))
+    first, differences = per_run.name.iloc[0], _difference_cells(per_run)
     for name, group in groups:
         cells = [_cell(title, group[title]) for title in per_run if title not in ("name", "seed")]
-        cells.insert(1, "" if name == first else _difference_cell(stats[name], stats[first]))
+        cells.insert(1, differences.get(name, ""))
         rows.append([name, *cells])
     titles = list(per_run)[2:]
     titles.insert(1, f"minus {first}")
@@ -208,12 +207,21 @@ def _stats(values):
     return values.mean(skipna=False), values.std(), len(values)
 
 
-def _difference_cell(a, b):
-    columns = difference(a, b)
-    mean, low, high = (columns[name] for name in ("difference", "low", "high"))
-    if math.isnan(mean):  # a run diverged
-        return ""
-    return f"{mean:.4f}" + ("" if math.isnan(low) else f" ({low:.4f} to {high:.4f})")
+def _difference_cells(per_run):
+    """Return {name: loss minus that of the first name, paired by seed, with its interval}.
+
+    "*" marks a difference that is significant after Holm's correction for all names. A name is
+    absent if one of its runs, or of the first name's, has no finite loss.
+    """
+    losses = per_run.pivot(index="seed", columns="name", values=tables.LOSS).astype(float)
+    first, *names = per_run.name.unique()
+    rows = {name: paired_difference(losses[name], losses[first]) for name in names}
+    rows = {name: row for name, row in rows.items() if math.isfinite(row["difference"])}
+    adjusted, cells = holm([row["p"] for row in rows.values()]), {}
+    for (name, row), p in zip(rows.items(), adjusted, strict=True):
+        interval = f" ({row['low']:.4f} to {row['high']:.4f})" if math.isfinite(row["low"]) else ""
+        cells[name] = f"{row['difference']:.4f}{interval}{' *' * bool(p < 0.05)}"
+    return cells
 
 
 def _cell(title, values):
@@ -229,10 +237,12 @@ def study(arguments):
     workdir = arguments.workdir
     runs = make_runs(sweep, workdir, extra)
     runs_lib.check(runs, extra)
+    if not arguments.print_commands:
+        print(runs_lib.MAY_DIVERGE_NOTE)
     if sweep["equal"]:
         first = runs[0]
         if not arguments.print_commands:
-            runs_lib.run_all([first])
+            runs_lib.run_all([first], total=len(runs))
         elif not runs_lib.is_finished(first):
             print(first.command())
             print("# the others get as many FLOPs or tokens: rerun when this run has finished")
@@ -246,8 +256,11 @@ def study(arguments):
     per_run, text = table_of(results, sweep)
     text += f"\n\n`{sweep['config']}`, seeds {', '.join(map(str, sweep['seeds']))}. "
     if len(sweep["seeds"]) > 1:
-        text += "Mean ± standard deviation; differences with Welch's 95% intervals. "
-    text += f"Command: `{arguments.command}`\n"
+        text += (
+            "Mean ± standard deviation; differences paired by seed, with 95% intervals; \\* marks "
+            "p < 0.05 after Holm's correction. "
+        )
+    text += f"{runs_lib.MAY_DIVERGE_NOTE}. Command: `{arguments.command}`\n"
     tables.save(workdir, "table", per_run, text)
     if "depth" in sweep:
         save_price(workdir, price_of_depth(per_run, *sweep["depth"]), *sweep["depth"])

@@ -104,8 +104,6 @@ class RunLog:
             collected.append((step, metrics))
             if step % c.every == 0 or step == self.experiment.steps:
                 self._write_row(step)
-            else:
-                self.progress.update(step)
         return collected
 
     def _write_row(self, step):

@@ -1,8 +1,10 @@
 """metrics.jsonl, samples, TensorBoard, W&B, late fetching and the progress line."""
 
+import io
 import json
 import math
 import sys
+import time
 import types
 from types import SimpleNamespace
 
@@ -143,11 +145,11 @@ def test_samples_are_files_named_by_step_and_a_resume_drops_later_ones(tmp_path)
 
 def test_other_processes_write_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    with writer_of(tmp_path, tensorboard=True) as writer, Progress(3, plain_seconds=0) as progress:
+    with writer_of(tmp_path, tensorboard=True) as writer, Progress(3) as progress:
         writer.truncate_after(0)
         writer.write(1, {"loss": 1.0})
         writer.write_samples(1, ["text"])
-        progress.update(1, loss=1.0)
+        progress.update(1, ROW)
         progress.println("hello")
     assert list(tmp_path.iterdir()) == [] and capsys.readouterr().out == ""
 
@@ -248,19 +250,46 @@ def test_means_leave_out_values_that_are_not_finite():
 # ---- progress --------------------------------------------------------------------------------
 
 
-def test_progress_without_a_terminal_prints_a_line_from_time_to_time(capsys, monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    with Progress(1000, plain_seconds=60) as progress:
-        for step in (100, 200, 300):  # 200 comes too soon after 100
-            progress.update(step, loss=2.0, tokens_per_second=1234)
-            now[0] += 50.0
-        progress.println("held-out loss 1.9")
-    assert capsys.readouterr().out.splitlines() == [
-        "step 100/1000  loss 2.0000  1.23k tokens/s",
-        "step 300/1000  loss 2.0000  0:05:50 left  1.23k tokens/s",
-        "held-out loss 1.9",
-    ]
+def report(progress, clock):
+    """Two rows of metrics with a step between them, a sample and a last line."""
+    progress.update(100, ROW)
+    clock[0] += 50.0
+    progress.update(150)
+    clock[0] += 50.0
+    progress.update(200, ROW)
+    progress.print_sample("sample", "a\x1b[31m\nb")
+    progress.println("the end", "bold")
+
+
+ROW = {"train/loss": 2.0, "train/learning_rate": 0.001, "train/grad_norm": 0.5}
+ROW |= {"tokens_per_second": 1234, "mfu": 0.25, "device_memory": 2**30, "epochs": 0.5}
+
+
+def test_progress_without_a_terminal_prints_plain_lines(monkeypatch):
+    clock, stream = [1000.0], io.StringIO()
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with Progress(1000, stream=stream) as progress:
+        report(progress, clock)
+    first, second, *others = stream.getvalue().splitlines()
+    assert first.startswith("step 100/1000  loss 2.0000  1.23k tokens/s  MFU 25.0%  ")
+    assert second == first.replace("step 100/1000", "step 200/1000  0:13:20 left")
+    assert others == ["sample:", "  | a\\x1b[31m", "  | b", "the end"]
+
+
+def test_the_live_line_of_a_terminal_disappears_at_the_end(monkeypatch):
+    clock, stream = [1000.0], io.StringIO()
+    stream.isatty = lambda: True
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("efx.logging.progress.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    with Progress(1000, stream=stream) as progress:
+        with progress.phase("evaluating"):
+            time.sleep(0.6)  # until it has been drawn
+        report(progress, clock)
+    shown = stream.getvalue()
+    assert "evaluating" in shown and "━ step 200/1000" in shown and "\x1b[31m" not in shown
+    _, end = shown.split("the end")
+    assert "step" not in end.rpartition("\x1b[2K")[2]
 
 
 def test_numbers_as_text():

@@ -41,7 +41,7 @@ def started(monkeypatch):
     return make_runs_here(monkeypatch)
 
 
-def test_a_sweep_from_runs_to_table(tmp_path, started, one_device):
+def test_a_sweep_from_runs_to_table(tmp_path, started, one_device, capsys):
     path, workdir = tmp_path / "sweep.py", tmp_path / "w"
     path.write_text(SWEEP.replace("STEPS", "3"))
     argv = [f"--sweep={path}", f"--workdir={workdir}"]
@@ -57,7 +57,10 @@ def test_a_sweep_from_runs_to_table(tmp_path, started, one_device):
     assert abs(flops["dense"] / flops["MoD"] - 1) < 0.5  # of three steps
     assert table.set_index("name").selected.isna()["dense"].all()
     text = (workdir / "table.md").read_text()
-    assert "±" in text and "minus MoD" in text
+    assert "±" in text and "minus MoD" in text and "max_nonfinite" in text
+    shown = capsys.readouterr().out
+    assert "4 of 4 runs" in shown and "max_nonfinite" in shown and "efx.main --config" not in shown
+    assert "efx.main --config" in (workdir / "MoD-seed1.log").read_text()
     assert sweep.main(argv) == 0 and len(started) == 4  # finished runs are not repeated
     assert table.seconds.gt(0).all() and "seconds" in text
     # Those of a run that shared the machine do not compare, also in a later launch.
@@ -107,6 +110,21 @@ def test_a_table_shows_diverged_seeds():
     assert cells["| c"][0] == "not finite"
     _, text = sweep.table_of(pd.DataFrame(rows[4:]), {"columns": {}})  # all diverged
     assert "| c | not finite |" in text
+
+
+def test_a_table_marks_paired_differences_that_are_significant():
+    """Seeds differ by more than names do, so that only pairs tell the names apart."""
+    seeds = np.array([0.0, 1.0, 2.0])
+    noise = np.array([0.01, -0.01, 0.0])
+    losses = {"a": seeds, "b": seeds + 0.5 + noise, "c": seeds + 0.001 + noise}
+    rows = [
+        {"name": name, "seed": seed, "eval/loss": values[seed]}
+        for seed in (2, 0, 1)
+        for name, values in losses.items()
+    ]
+    _, text = sweep.table_of(pd.DataFrame(rows), {"columns": {}})
+    b, c = text.splitlines()[-2:]
+    assert "| 0.5000 (0.4752 to 0.5248) * |" in b and "| 0.0010 (-0.0238 to 0.0258) |" in c
 
 
 def depth_table(losses):
@@ -307,6 +325,7 @@ def test_a_failed_run_ends_the_study_and_names_its_log(tmp_path, monkeypatch):
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     runs = [runs_lib.Run(f"run {i}", tmp_path / str(i), ()) for i in range(9)]
-    refused(lambda: runs_lib.run_all(runs, 2), "status 9", ".log")
+    refused(lambda: runs_lib.run_all(runs, 2), "status 9", "reason", ".log")
     logs = [path.read_text() for path in tmp_path.glob("*.log")]
-    assert 1 <= len(logs) <= 2 and "reason\n" in logs  # the other may have been stopped
+    assert 1 <= len(logs) <= 2  # the other may have been stopped
+    assert any(log.endswith("\nreason\n") for log in logs)
