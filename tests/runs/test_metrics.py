@@ -257,7 +257,7 @@ def report(progress, clock):
     progress.update(150)
     clock[0] += 50.0
     progress.update(200, ROW)
-    progress.print_sample("sample", "a\x1b[31m\nb")
+    progress.print_sample("sample", "a\x1b[2J\nb")
     progress.println("the end", "bold")
 
 
@@ -274,7 +274,7 @@ def test_progress_without_a_terminal_prints_plain_lines(monkeypatch):
     first, second, *others = stream.getvalue().splitlines()
     assert first.startswith("step 100/1000  loss 2.0000  1.23k tokens/s  MFU 25.0%  ")
     assert second == first.replace("step 100/1000", "step 200/1000  0:13:20 left")
-    assert others == ["sample:", "  | a\\x1b[31m", "  | b", "the end"]
+    assert others == ["sample:", "  | a\\x1b[2J", "  | b", "the end"]
 
 
 def test_the_live_line_of_a_terminal_disappears_at_the_end(monkeypatch):
@@ -287,7 +287,7 @@ def test_the_live_line_of_a_terminal_disappears_at_the_end(monkeypatch):
             time.sleep(0.6)  # until it has been drawn
         report(progress, clock)
     shown = stream.getvalue()
-    assert "evaluating" in shown and "━ step 200/1000" in shown and "\x1b[31m" not in shown
+    assert "evaluating" in shown and "\x1b[0m step 200/1000" in shown and "\x1b[2J" not in shown
     _, end = shown.split("the end")
     assert "step" not in end.rpartition("\x1b[2K")[2]
 
