@@ -34,7 +34,9 @@ from efx.models.language_model import unrolled
 from efx.models.stack import first_of_scanned, first_of_unrolled, period
 from efx.parallel.sharding import only_shapes, parameter
 
-ADAPTERS = Report({"adapter/experts_per_token": "\n  adapters: {:.2f} experts a token"}, ("adapter/",))
+ADAPTERS = Report(
+    {"adapter/experts_per_token": "\n  adapters: {:.2f} experts a token"}, ("adapter/",)
+)
 
 
 @block("config.adapter")

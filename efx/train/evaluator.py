@@ -267,7 +267,9 @@ def _describe_other_losses(metrics):
         for name, value in metrics.items()
         if name.startswith("eval/loss_")
     }
-    return ", ".join(f"{value:.4f} {names.get(name, f'by {name}')}" for name, value in losses.items())
+    return ", ".join(
+        f"{value:.4f} {names.get(name, f'by {name}')}" for name, value in losses.items()
+    )
 
 
 def describe_scored_text(data, config, tokens):
