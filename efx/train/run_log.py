@@ -210,7 +210,7 @@ class RunLog:
             f"  held-out loss:   {row['eval/loss']:.4f} nats a token"
             f"{bits(row, ' ({} bits per byte)')}{describe_scored_part(row)}",
         ]
-        if "train/loss" in row:
+        if row.get("train/loss") is not None:
             lines.insert(1, f"  training loss:   {row['train/loss']:.4f} nats a token")
         if worth := describe_worth(row):
             lines.append(f"  routed parts:    {worth}")
