@@ -256,12 +256,12 @@ def describe_worth(metrics):
     others = _describe_other_losses(metrics)
     worths = [metrics[name] for name in ("eval/router/worth", "eval/moe/worth") if name in metrics]
     if worths:
-        others = f"worth {worths[0]:.4f} nats: the held-out loss is {others}"
+        others = f"worth {worths[0]:.4f} nats; loss {others}"
     return others
 
 
 def _describe_other_losses(metrics):
-    names = {"routed_off": "with routed parts switched off", "topk": "by top-k"}
+    names = {"routed_off": "switched off", "topk": "by top-k"}
     losses = {
         name.removeprefix("eval/loss_"): value
         for name, value in metrics.items()
