@@ -23,10 +23,11 @@ from efx.logging import quantity, tables
 from efx.studies import cli, metrics
 
 # {column: title in the table}
-COLUMNS = {"step": "steps", "tokens": "tokens", "flops": "FLOPs", "seconds": "seconds",
-           "parameters": "parameters", "eval/loss": "held-out loss (nats)",
-           "eval/bits_per_byte": "bits per byte", "train/loss": "training loss (nats)",
-           "eval/router/worth": "cost of routed blocks off (nats)"}  # fmt: skip
+COLUMNS = {"eval/loss": "held-out loss (nats)", "eval/bits_per_byte": "bits per byte",
+           "train/loss": "training loss (nats)",
+           "eval/router/worth": "cost of routed blocks off (nats)", "flops": "FLOPs",
+           "tokens": "tokens", "step": "steps", "seconds": "seconds",
+           "parameters": "parameters"}  # fmt: skip
 COUNTS = ("step", "tokens", "flops", "seconds", "parameters")
 POINTS = 100  # of a curve; longer ones are thinned
 TEMPLATE = pathlib.Path(__file__).with_suffix(".html")
@@ -61,56 +62,56 @@ def table_of_runs(runs, last, colours):
     Args:
       last: the last value of each metric, by run. colours: of the study rows.
     """
+    last = last.loc[runs.run].set_index(runs.index)
+    last.loc[runs.diverged, [loss for loss in metrics.LOSSES if loss in last]] = math.inf
     columns = [column for column in COLUMNS if column in last]
     keys = list(runs.settings[0])
-    titles = ["run", "seeds", *keys, *(COLUMNS[column] for column in columns)]
-    heads = [
-        f'<th aria-sort="none"{_kind(title in COLUMNS.values())}><button>'
-        f"{html.escape(title).replace('.', '.<wbr>')}</button></th>"
-        for title in titles
-    ]
-    lines = [f'<table id="runs"><thead><tr>{"".join(heads)}</tr></thead>']
-    last = last.loc[runs.run].set_index(runs.index).astype({"step": float})
-    last.loc[runs.diverged, [c for c in columns if c in metrics.LOSSES]] = math.inf
+    heads = "".join(
+        f'<th aria-sort="none"><button>{html.escape(title).replace(".", ".<wbr>")}</button></th>'
+        for title in ("run", "seeds", *(COLUMNS[column] for column in columns), *keys)
+    )
+    lines = [f'<table id="runs"><thead><tr>{heads}</tr></thead>']
     for (row, group), colour in zip(runs.groupby("row", sort=False), colours, strict=True):
         mark = f'<i style="background:{colour}"></i>'
         lines.append("<tbody>")
         if len(group) == 1:
-            lines.append(_line(mark, row, str(group.seed.iloc[0]), group, last, keys, columns))
+            lines.append(_line("<tr>", mark, row, group, last[columns]))
         else:
             mark = f'<button aria-expanded="false" aria-label="seeds of this row">▸</button>{mark}'
-            lines.append(_line(mark, row, f"{len(group)} seeds", group, last, keys, columns))
-            for index in group.index:
-                one = group.loc[[index]]
-                cells = _line("", one.run[index], str(one.seed[index]), one, last, keys, columns)
-                lines.append(cells.replace("<tr>", '<tr class="seed" hidden>', 1))
+            lines.append(_line("<tr>", mark, row, group, last[columns]))
+            for _, one in group.groupby("run", sort=False):
+                tag = '<tr class="seed" hidden>'
+                lines.append(_line(tag, "", one.run.iloc[0], one, last[columns]))
         lines.append("</tbody>")
     return "\n".join([*lines, "</table>"])
 
 
-def _line(mark, name, seeds, group, last, keys, columns):
-    """Return the line of the table about some runs: their means."""
+def _line(tag, mark, name, group, last):
+    """Return the line of the table about some runs."""
+    seeds = group.seed.iloc[0] if len(group) == 1 else f"{len(group)} seeds"
     cells = [f'<td data-value="{html.escape(name)}">{mark}{html.escape(name)}</td>']
-    settings = [group.settings.iloc[0][key] for key in keys]
-    texts = ["" if value is None else html.escape(str(value)) for value in settings]
-    cells += [f'<td data-value="{text}">{text}</td>' for text in (seeds, *texts)]
-    for column in columns:
-        values = last.loc[group.index, column].dropna().astype(float)
-        mean = values.mean() if len(values) and np.isfinite(values).all() else math.nan
-        text = "–"
-        if len(values) and np.isinf(values).all():
-            text = '<span class="diverged">diverged</span>'
-        elif column in COUNTS and len(values):
-            text = quantity(mean, "FLOPs" if column == "flops" else "")
-        elif len(values):
-            text = tables.mean_and_spread(COLUMNS[column], values).replace("not finite", "diverged")
-        value = "" if math.isnan(mean) else f"{mean:.6g}"
-        cells.append(f'<td class="number" data-value="{value}">{text}</td>')
-    return f"<tr>{''.join(cells)}</tr>"
+    cells.append(f'<td data-value="{seeds}">{seeds}</td>')
+    for column in last:
+        mean, text = _cell(column, last.loc[group.index, column].dropna().astype(float))
+        kind = "number diverged" if "diverged" in text else "number"
+        cells.append(f'<td class="{kind}" data-value="{mean}">{text}</td>')
+    for value in group.settings.iloc[0].values():
+        text = "" if value is None else html.escape(str(value))
+        cells.append(f'<td data-value="{text}">{text}</td>')
+    return f"{tag}{''.join(cells)}</tr>"
 
 
-def _kind(is_number):
-    return ' class="number"' if is_number else ""
+def _cell(column, values):
+    """Return (the mean of some runs to sort by, or "", the text of the cell)."""
+    if not len(values):
+        return "", "–"
+    if np.isinf(values).all():
+        return "", "diverged"
+    mean = "" if np.isinf(values).any() else f"{values.mean():.6g}"
+    if column in COUNTS:
+        return mean, quantity(values.mean(), "FLOPs" if column == "flops" else "")
+    text = tables.mean_and_spread(COLUMNS[column], values)
+    return mean, text.replace("not finite", "diverged")
 
 
 def page(paths):
@@ -141,9 +142,7 @@ def page(paths):
         if files:
             text = html.escape(files[-1].read_text(errors="replace"))
             heading = f"{html.escape(name)}, step {int(files[-1].stem[5:])}"
-            samples.append(
-                f"<details><summary>{heading}</summary><pre>{text}</pre></details>"
-            )
+            samples.append(f"<details><summary>{heading}</summary><pre>{text}</pre></details>")
     lines = [f'<p class="warning">{html.escape(line)}</p>' for line in metrics.warnings(runs)]
     parts = {
         "<!--title-->": f"{len(runs)} runs" if len(runs) > 1 else html.escape(runs["run"][0]),
