@@ -71,7 +71,7 @@ def map_of_run(workdir, text=None, tokens=512, step=None):
 
 
 def _held_out_windows(data):
-    """Yield (ids, whether each is scored, arguments of the mapper) of rows of the held-out split."""
+    """Yield (ids, whether each is scored, arguments of the mapper) of held-out rows."""
     for batch in data.eval_batches(1):
         weights_T = batch["weights"][0]
         end = np.flatnonzero(weights_T)[-1] + 1  # the last row of the split may be shorter
@@ -133,7 +133,9 @@ def rows_of_page(token_map):
         rows.append(row | {"is_asleep": name in asleep})
 
     if len(computed) > 1:
-        add("all blocks", "depth", "count", np.nansum(list(computed.values()), axis=0))
+        all_NT = np.stack(list(computed.values()))
+        depth_T = np.where(np.isnan(all_NT).all(axis=0), np.nan, np.nansum(all_NT, axis=0))
+        add("all blocks", "depth", "count", depth_T)
     add("model", "loss", "number", token_map.loss_T)
     add("model", "entropy", "number", token_map.entropy_T)
     redundant = token_choices.redundant_quantities(token_map.rows)

@@ -255,7 +255,8 @@ def test_a_report_in_a_browser(tmp_path):
         )
         names = "return [...table.tBodies].map((body) => body.rows[0].cells[0].dataset.value)"
         assert browser.execute_script(names) == ["diverged", "<a>", "b", "not evaluated"]
-        heading = "[...document.querySelectorAll('#runs th')].find((cell) => cell.textContent == 'held-out loss (nats)')"
+        is_loss = "(cell) => cell.textContent == 'held-out loss (nats)'"
+        heading = f"[...table.tHead.rows[0].cells].find({is_loss})"
         for order, rows in (("ascending", ["<a>", "b"]), ("descending", ["b", "<a>"])):
             browser.execute_script(f"{heading}.firstChild.click()")
             assert browser.execute_script(names) == [*rows, "diverged", "not evaluated"]
