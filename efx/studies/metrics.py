@@ -132,7 +132,7 @@ def columns_of_curves(table):
 
 def is_wide(values):
     """Return whether these numbers want a logarithmic axis."""
-    values = np.asarray(values, float)
+    values = values.dropna()
     return bool(len(values) and values.min() > 0 and values.max() > 20 * values.min())
 
 

@@ -36,7 +36,7 @@ TEMPLATE = pathlib.Path(__file__).with_suffix(".html")
 def curves(table, rows, column):
     """Return the figure of one column for the page: its title and a curve for each study row."""
     axes = [axis for axis in metrics.AXES if axis in table]
-    means = metrics.means_over_seeds(table, column, *axes).dropna(subset=axes)
+    means = metrics.means_over_seeds(table, column, *axes)
     figure = {"title": metrics.title(column), "log": metrics.is_wide(means["mean"])}
     figure["wide"] = [axis for axis in axes if metrics.is_wide(means[axis])]
     figure["curves"] = []
@@ -53,7 +53,8 @@ def curves(table, rows, column):
 
 
 def _rounded(values):
-    return [float(f"{value:.5g}") for value in values]
+    """Return five digits of each value, None for NaN."""
+    return [None if math.isnan(value) else float(f"{value:.5g}") for value in values]
 
 
 def table_of_runs(runs, last, colours):
