@@ -64,6 +64,7 @@ def draw(curves, x, y):
 
 def label_ends(axes, curves, x, colours):
     """Write each row's name beside the axes, at the height of the end of its curve."""
+    axes.autoscale_view()  # sets the limits that the heights depend on
     ends = curves.groupby("row", sort=False).last()
     points = axes.transData.transform(ends[[x, "mean"]].to_numpy())
     height_N = axes.transAxes.inverted().transform(points)[:, 1]
@@ -111,6 +112,8 @@ def plot(arguments):
             raise UsageError(f"{name}: no run logs this column{nearest(name, columns)}")
     table = table.dropna(subset=[x, y])
     curves = metrics.means_over_seeds(table, y, x)
+    if curves.empty:
+        raise UsageError(f"--y={y}: no step has a finite value in all seeds; use another column")
     curves["row"] = curves.row.map(metrics.row_labels(runs))
     figure = draw(curves, x, y)
     for ending in (".png", ".pdf"):
