@@ -2,6 +2,7 @@
 
 import math
 import pathlib
+import re
 
 import numpy as np
 import pandas as pd
@@ -13,17 +14,44 @@ from efx.logging import read_metrics
 # Columns that count from 0 on: an evaluation's row lies between the training rows around it.
 COUNTED = ("tokens", "epochs", "flops", "flops_realised", "seconds")
 LOSSES = ("eval/loss", "eval/bits_per_byte", "train/loss")
-# Settings that do not decide the result.
-_IGNORED = ("log.", "checkpoint.", "sample.", "evaluate.", "mesh.", "rules.")
+# {column: its title with its unit}
+AXES = {
+    "step": "training steps",
+    "tokens": "training tokens",
+    "flops": "training FLOPs",
+    "seconds": "training time (seconds)",
+}
+TITLES = AXES | {
+    "flops_realised": "executed training FLOPs",
+    "eval/loss": "held-out loss (nats per token)",
+    "eval/bits_per_byte": "held-out bits per byte",
+    "train/loss": "training loss (nats per token)",
+    "eval/router/routed_fraction": "fraction of tokens that routed blocks compute",
+    "eval/router/gate": "mean gate of computed tokens",
+    "eval/router/gate_min": "least mean gate of a routed block",
+    "eval/router/worth": "cost of switching routed blocks off (nats per token)",
+    "eval/router/increment": "norm of routed increments over the stream's",
+    "eval/moe/min_load": "load of the least chosen expert over the mean",
+    "eval/dropout/kept": "fraction that learned masks keep",
+    "eval/adapter/gate": "mean gate of adapters",
+    "eval/latent/increment": "norm of latents over the skip connection's",
+    "eval/cross/increment": "norm of cross-attention over the stream's",
+}
+_HELD_OUT_SET = re.compile(r"eval/([\w-]+)/(loss|bits_per_byte)")
+_SEED = re.compile(r"-seed\d+$")  # the end of a run directory of a study
+# Settings that do not decide the result, or are no difference between two study rows.
+_IGNORED = ("log.", "checkpoint.", "sample.", "evaluate.", "mesh.", "rules.", "seed")
 
 
 def read_runs(paths):
     """Return (metrics, runs): a row for each logged step, and a row for each run.
 
-    metrics has the columns run, step, and those of metrics.jsonl, with COUNTED columns filled in
-    for evaluations; a logged value that was not finite is inf, so that it is not taken for one that
-    was not logged. runs has run, path, seed, text, tokenizer, the differing `settings`, and
-    `diverged`, whether the last value of a loss is not finite.
+    A study row is the runs of one setting by several seeds: the directories NAME-seed<n>.
+
+    metrics has the columns run, row, step, and those of metrics.jsonl, with COUNTED columns filled
+    in for evaluations; a logged value that was not finite is inf, so that it is not taken for one
+    that was not logged. runs has run, row, path, seed, text, tokenizer, `settings`, the dict of
+    those that differ, and `diverged`, whether the last value of a loss is not finite.
     """
     configs = [run_dir.dotted(run_dir.RunDir(path).config) for path in paths]
     keys = [
@@ -46,15 +74,66 @@ def read_runs(paths):
             x, y = table.step[known], table[column][known].astype(float)
             filled = np.interp(table.step, [0, *x], [0, *y], right=np.nan)
             table[column] = filled
-        table.insert(0, "run", name)
-        tables.append(table)
+        labels = {"run": name, "row": _SEED.sub("", name)}
+        tables.append(table.assign(**labels))
         record = run_dir.RunDir(path).record
-        settings = ", ".join(f"{key}={config[key]}" for key in keys if key in config)
-        rows.append({"run": name, "path": str(path), "settings": settings}
+        rows.append(labels | {"path": str(path), "settings": {key: config.get(key) for key in keys}}
                     | {"seed": config.get("seed"), "tokenizer": record.get("tokenizer")}
                     | {"text": str(record.get("text"))}
                     | {"diverged": math.inf in last_losses.to_list()})  # fmt: skip
     return pd.concat(tables, ignore_index=True), pd.DataFrame(rows)
+
+
+def means_over_seeds(table, y, *axes):
+    """Return the curves of a column: a row for each study row and step that all its seeds logged.
+
+    A curve ends before the first value that is not finite.
+
+    Args:
+      table: the metrics of `read_runs`. axes: columns.
+
+    Returns: columns row, step, the axes (means over seeds), mean, std (NaN for one seed), seeds.
+    """
+    table = table.dropna(subset=[y])
+    groups = table.groupby(["row", "step"], sort=False)
+    curves = groups[[axis for axis in axes if axis != "step"]].mean()
+    curves["mean"], curves["seeds"] = groups[y].mean(), groups.size()
+    with np.errstate(invalid="ignore"):
+        curves["std"] = groups[y].std()
+    curves = curves.reset_index()
+    curves = curves[curves.seeds == curves.row.map(table.groupby("row").run.nunique())]
+    is_finite = np.isfinite(curves["mean"]).groupby(curves.row).cummin()
+    return curves[is_finite.astype(bool)]
+
+
+def row_labels(runs):
+    """Return {study row: its name, with the number of diverged runs}."""
+    labels = {}
+    for row, group in runs.groupby("row", sort=False):
+        count = group.diverged.sum()
+        note = "diverged" if len(group) == 1 else f"{count} of {len(group)} diverged"
+        labels[row] = f"{row} ({note})" if count else row
+    return labels
+
+
+def title(column):
+    """Return the title of a column with its unit; without a known title, the column."""
+    if match := _HELD_OUT_SET.fullmatch(column):
+        name, measure = match.groups()
+        return f"{name}: {TITLES[f'eval/{measure}']}"
+    return TITLES.get(column, column)
+
+
+def columns_of_curves(table):
+    """Return the columns of a table that have a title and are no axis, the held-out sets last."""
+    known = [column for column in TITLES if column in table and column not in (*AXES, *COUNTED)]
+    return [*known, *filter(_HELD_OUT_SET.fullmatch, table)]
+
+
+def is_wide(values):
+    """Return whether these numbers want a logarithmic axis."""
+    values = values.dropna()
+    return bool(len(values) and values.min() > 0 and values.max() > 20 * values.min())
 
 
 def _names(paths):

@@ -2,103 +2,169 @@
 
     python -m efx.studies.report runs/mod runs/dense --out report.html
 
-The page needs a browser and no network: curves of held-out and training loss by step, tokens, FLOPs
-or seconds; a table of runs with the settings in which they differ; the last samples. TensorBoard
-and Weights & Biases are the dashboards; this is a page to keep or to send.
+The page needs a browser, no network, and plotly.min.js, which is written beside it. The runs of one
+study row, the directories NAME-seed<n>, are one line of the table, which opens to its seeds, and
+one curve: their mean, with a band of one standard deviation. TensorBoard and Weights & Biases are
+the dashboards; this is a page to keep or to send.
 """
 
 import html
+import json
 import math
 import pathlib
-import re
 import sys
 
 import numpy as np
-import pandas as pd
-import plotly
-import plotly.express as px
+import plotly.offline
+import seaborn as sns
 
 from efx import io
+from efx.logging import quantity, tables
 from efx.studies import cli, metrics
 
-AXES = ("step", "tokens", "flops", "seconds")
-CURVES = {"eval/loss": "held-out loss (nats)", "eval/bits_per_byte": "held-out bits per byte",
-          "train/loss": "training loss (nats)",
-          "eval/router/worth": "worth of all routed blocks (nats)",
-          "eval/router/gate_min": "least mean gate of a routed block",
-          "eval/router/increment": "norm of routed increments over the stream's",
-          "eval/moe/min_load": "load of the least chosen expert over the mean",
-          "eval/dropout/kept": "fraction that learned masks keep",
-          "eval/adapter/gate": "mean gate of adapters",
-          "eval/latent/increment": "norm of latents over the skip connection's",
-          "eval/cross/increment": "norm of cross-attention over the stream's"}  # fmt: skip
-COLUMNS = {"step": "steps", "tokens": "tokens", "flops": "FLOPs", "seconds": "seconds",
-           "parameters": "parameters", "eval/loss": "held-out loss",
-           "eval/bits_per_byte": "bits per byte", "train/loss": "training loss",
-           "eval/router/worth": "worth of routed blocks (nats)"}  # fmt: skip
-HELD_OUT_SET = re.compile(r"eval/[\w-]+/(loss|bits_per_byte)")
+# {column: title in the table}
+COLUMNS = {"eval/loss": "held-out loss (nats)", "eval/bits_per_byte": "bits per byte",
+           "train/loss": "training loss (nats)",
+           "eval/router/worth": "cost of routed blocks off (nats)", "flops": "FLOPs",
+           "tokens": "tokens", "step": "steps", "seconds": "seconds",
+           "parameters": "parameters"}  # fmt: skip
+COUNTS = ("step", "tokens", "flops", "seconds", "parameters")
+POINTS = 100  # of a curve; longer ones are thinned
 TEMPLATE = pathlib.Path(__file__).with_suffix(".html")
 
 
-def curves(table, column):
-    """Return a plotly figure of one metric: a panel for each axis, a line for each run."""
-    axes = [axis for axis in AXES if axis in table]
-    rows = table.dropna(subset=[column]).melt(["run", column], axes, "axis", "value")
-    rows["run"] = rows.run.str.replace("<", "&lt;")  # plotly reads some tags in names
-    labels = {column: CURVES.get(column, column), "value": ""}
-    figure = px.line(rows, x="value", y=column, color="run", facet_col="axis", markers=True,
-                     labels=labels, template="plotly_white", height=330)  # fmt: skip
-    figure.for_each_annotation(lambda title: title.update(text=title.text.removeprefix("axis=")))
-    return figure.update_xaxes(matches=None)
+def curves(table, rows, column):
+    """Return the figure of one column for the page: its title and a curve for each study row."""
+    axes = [axis for axis in metrics.AXES if axis in table]
+    means = metrics.means_over_seeds(table, column, *axes)
+    figure = {"title": metrics.title(column), "log": metrics.is_wide(means["mean"])}
+    figure["wide"] = [axis for axis in axes if metrics.is_wide(means[axis])]
+    figure["curves"] = []
+    for row, curve in means.groupby("row", sort=False):
+        kept = np.unique(np.linspace(0, len(curve) - 1, POINTS).round().astype(int))
+        curve = curve.iloc[kept]
+        made = {"row": rows.index(row), "mean": _rounded(curve["mean"])}
+        made |= {axis: _rounded(curve[axis]) for axis in axes}
+        if curve["std"].notna().all():
+            made["low"] = _rounded(curve["mean"] - curve["std"])
+            made["high"] = _rounded(curve["mean"] + curve["std"])
+        figure["curves"].append(made)
+    return figure
 
 
-def table_of_runs(runs, last):
-    """Return the table of runs as HTML. last: the last value of each metric, by run."""
-    cells = runs[["run", "settings"]].copy()
-    for name, title in COLUMNS.items():
-        if name in last:
-            values = last[name][runs.run].map("{:.5g}".format).replace("nan", "–").to_numpy()
-            is_diverged = runs.diverged & (name in metrics.LOSSES)
-            cells[title] = np.where(is_diverged, "diverged", values)
-    with pd.option_context("display.max_colwidth", None):
-        return cells.to_html(index=False, border=0, justify="left", table_id="runs")
+def _rounded(values):
+    """Return five digits of each value, None for NaN."""
+    return [None if math.isnan(value) else float(f"{value:.5g}") for value in values]
+
+
+def table_of_runs(runs, last, colours):
+    """Return the table of runs as HTML, a body for each study row.
+
+    Args:
+      last: the last value of each metric, by run. colours: of the study rows.
+    """
+    last = last.loc[runs.run].set_index(runs.index)
+    last.loc[runs.diverged, [loss for loss in metrics.LOSSES if loss in last]] = math.inf
+    columns = [column for column in COLUMNS if column in last]
+    keys = list(runs.settings[0])
+    heads = "".join(
+        f'<th aria-sort="none"><button>{html.escape(title).replace(".", ".<wbr>")}</button></th>'
+        for title in ("run", "seeds", *(COLUMNS[column] for column in columns), *keys)
+    )
+    lines = [f'<table id="runs"><thead><tr>{heads}</tr></thead>']
+    for (row, group), colour in zip(runs.groupby("row", sort=False), colours, strict=True):
+        mark = f'<i style="background:{colour}"></i>'
+        lines.append("<tbody>")
+        if len(group) == 1:
+            lines.append(_line("<tr>", mark, row, group, last[columns]))
+        else:
+            mark = f'<button aria-expanded="false" aria-label="seeds of this row">▸</button>{mark}'
+            lines.append(_line("<tr>", mark, row, group, last[columns]))
+            for _, one in group.groupby("run", sort=False):
+                tag = '<tr class="seed" hidden>'
+                lines.append(_line(tag, "", one.run.iloc[0], one, last[columns]))
+        lines.append("</tbody>")
+    return "\n".join([*lines, "</table>"])
+
+
+def _line(tag, mark, name, group, last):
+    """Return the line of the table about some runs."""
+    seeds = group.seed.iloc[0] if len(group) == 1 else f"{len(group)} seeds"
+    cells = [f'<td data-value="{html.escape(name)}">{mark}{html.escape(name)}</td>']
+    cells.append(f'<td data-value="{seeds}">{seeds}</td>')
+    for column in last:
+        mean, text = _cell(column, last.loc[group.index, column].dropna().astype(float))
+        kind = "number diverged" if "diverged" in text else "number"
+        cells.append(f'<td class="{kind}" data-value="{mean}">{text}</td>')
+    for value in group.settings.iloc[0].values():
+        text = "" if value is None else html.escape(str(value))
+        cells.append(f'<td data-value="{text}">{text}</td>')
+    return f"{tag}{''.join(cells)}</tr>"
+
+
+def _cell(column, values):
+    """Return (the mean of some runs to sort by, or "", the text of the cell)."""
+    if not len(values):
+        return "", "–"
+    if np.isinf(values).all():
+        return "", "diverged"
+    mean = "" if np.isinf(values).any() else f"{values.mean():.6g}"
+    if column in COUNTS:
+        return mean, quantity(values.mean(), "FLOPs" if column == "flops" else "")
+    text = tables.mean_and_spread(COLUMNS[column], values)
+    return mean, text.replace("not finite", "diverged")
 
 
 def page(paths):
-    """Return the page of these runs as HTML."""
+    """Return the page of these runs as HTML; it loads plotly.min.js from its own folder."""
     table, runs = metrics.read_runs(paths)
-    finite = table.replace(math.inf, math.nan)
+    labels = metrics.row_labels(runs)
+    rows = list(labels)
+    colours = sns.color_palette("colorblind" if len(rows) <= 10 else "husl", len(rows)).as_hex()
+    diverged = runs.groupby("row").diverged.any()
     figures = [
-        curves(finite, column).to_html(full_html=False, include_plotlyjs=False)
-        for column in (*CURVES, *filter(HELD_OUT_SET.fullmatch, finite))
-        if column in finite and finite[column].notna().any()
+        curves(table, rows, column)
+        for column in metrics.columns_of_curves(table)
+        if np.isfinite(table[column]).any()
     ]
+    has_seeds = len(rows) < len(runs)
+    data = {
+        "axes": {axis: title for axis, title in metrics.AXES.items() if axis in table},
+        "rows": [
+            {"label": labels[row], "colour": colour, "diverged": bool(diverged[row])}
+            for row, colour in zip(rows, colours, strict=True)
+        ],
+        "figures": figures,
+        "note": "Mean and standard deviation over seeds." if has_seeds else "",
+    }
     samples = []
     for name, path in zip(runs.run, runs.path, strict=True):
         files = sorted((pathlib.Path(path) / "samples").glob("step_*.txt"))
         if files:
             text = html.escape(files[-1].read_text(errors="replace"))
-            samples.append(f"<h3>{html.escape(name)}, {files[-1].stem}</h3><pre>{text}</pre>")
+            heading = f"{html.escape(name)}, step {int(files[-1].stem[5:])}"
+            samples.append(f"<details><summary>{heading}</summary><pre>{text}</pre></details>")
     lines = [f'<p class="warning">{html.escape(line)}</p>' for line in metrics.warnings(runs)]
     parts = {
-        "title": f"{len(runs)} runs" if len(runs) > 1 else html.escape(runs["run"][0]),
-        "warnings": "\n".join(lines),
-        "runs": table_of_runs(runs, table.groupby("run", sort=False).last()),
-        "samples": "\n".join(samples) or "<p>none</p>",
-        "figures": "\n".join(figures),
-        # Last, because it may contain the names of parts.
-        "plotly": f"<script>{plotly.offline.get_plotlyjs()}</script>",
+        "<!--title-->": f"{len(runs)} runs" if len(runs) > 1 else html.escape(runs["run"][0]),
+        "<!--warnings-->": "\n".join(lines),
+        "<!--runs-->": table_of_runs(runs, table.groupby("run", sort=False).last(), colours),
+        # "<" could end the script.
+        "/*DATA*/ null": json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
+        "<!--samples-->": "\n".join(samples) or "<p>none</p>",
     }
     text = TEMPLATE.read_text(encoding="utf-8")
     for name, part in parts.items():
-        text = text.replace(f"<!--{name}-->", part)
+        text = text.replace(name, part)
     return text
 
 
 def study(arguments):
     out = cli.output_file(arguments.out, ".html")
     io.write_atomic(out, page(arguments.runs))
-    print(f"written: {out}")
+    script = out.with_name("plotly.min.js")
+    io.write_atomic(script, plotly.offline.get_plotlyjs())
+    print(f"written: {out}, {script}")
 
 
 def main(argv=None):

@@ -20,7 +20,6 @@ probe.png.
 """
 
 import pathlib
-import re
 import sys
 
 import numpy as np
@@ -208,8 +207,7 @@ def study(arguments):
         raise UsageError(f"--tokens={arguments.tokens}: must be at least {MIN_TOKENS}")
     folder = cli.output_folder(arguments.out)
     _, runs = read_runs(arguments.runs)
-    differing = {name for text in runs.settings for name in re.findall(r"(?:^|, )([\w.]+)=", text)}
-    for name in sorted(differing - {"seed", "init.run"}):
+    for name in sorted({*runs.settings[0]} - {"init.run"}):
         raise UsageError(f"--workdir: the runs differ in config.{name}; use seeds of one config")
     rows = []
     for workdir in arguments.runs:

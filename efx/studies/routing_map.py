@@ -3,11 +3,14 @@
     python -m efx.studies.routing_map runs/mod --text 'def f(x):' --out map.html
 
 For runs with decisions per token: depth routing, experts, learned dropout, gates, composed
-adapters. The page needs a browser and nothing else. It colours the text by one row: how many blocks
-compute the token, its entropy or loss, or what a block decides (computed or skipped, experts, the
-kept fraction of masks, router scores). Rows of closed gates are marked. The decisions are the
-causal ones of evaluation and sampling. All numbers are also in a CSV file beside the page, a line
-for each token.
+adapters. The page needs a browser and nothing else. A strip of small maps, one for each block,
+shows the text as each block decides about it (computed or skipped, gates, experts, the kept
+fraction of masks, router scores), beside the loss and the entropy of each token; the selected one
+colours the text. Blocks that are asleep, since their gates are closed, are marked. The decisions
+are the causal ones of evaluation and sampling. All numbers are also in a CSV file beside the page,
+a line for each token.
+
+A text that is longer than the model's context is cut into windows, as evaluation does.
 """
 
 import json
@@ -20,45 +23,82 @@ import pandas as pd
 
 from efx import io, run_dir
 from efx.errors import UsageError
+from efx.logging import read_metrics
 from efx.parallel import sharding
 from efx.studies import cli, token_choices
 from efx.train import health, inference
 from efx.train.eval_step import evaluation_keys
 
 TEMPLATE = pathlib.Path(__file__).with_suffix(".html")
+# The quantity that the page shows first: the first of these that the model has.
+FIRST = ("computed", "kept", "top_expert", "gate")
+SUMMARIES = {
+    "depth": "number of routed blocks that compute the token",
+    "loss": "loss of the next token, in nats",
+    "entropy": "entropy of the predicted next token, in nats",
+}
 
 
 def map_of_run(workdir, text=None, tokens=512, step=None):
     """Return (TokenMap, ids, texts of the tokens, checkpoint step).
 
     Args:
-      text: None: the start of the held-out split, `tokens` of them.
+      text: None: `tokens` of the held-out split, from the start of its first whole line.
     """
+    if text is None and tokens < 1:
+        raise UsageError(f"--tokens={tokens}: must be at least 1")
     config = cli.config_of_model(workdir)
     splits = ("eval",) if text is None else ()
     built, step, params, variables = inference.restore(config, workdir, step, splits)
-    if text is None:
-        ids, following = _held_out(built.data, max(0, min(tokens, built.model.context)))
-    else:
-        ids, following = [*built.tokenizer.start, *built.tokenizer.encode(text).tolist()], None
-    if not 1 <= len(ids) <= built.model.context:
-        flag = "--tokens" if text is None else "--text"
-        raise UsageError(f"{flag}: {len(ids)} tokens; use 1 to {built.model.context}")
     variables = sharding.gather({"params": params, **variables})
-    keys = evaluation_keys(config.seed, 0)
-    token_map = token_choices.TokenMapper(built.model, variables)(ids, keys, following)
-    return token_map, [int(i) for i in ids], token_texts(built.tokenizer, ids), step
+    mapper = token_choices.TokenMapper(built.model, variables)
+    if text is None:
+        windows = _held_out_windows(built.data)
+    else:
+        windows = _text_windows(built.tokenizer, built.model.context, text)
+    maps, ids, start = [], [], 0
+    for index, (window, is_scored_T, options) in enumerate(windows):
+        made = mapper(window, evaluation_keys(config.seed, index), **options)
+        maps.append(made.at(is_scored_T))
+        ids += np.asarray(window)[is_scored_T].tolist()
+        if text is None and index == 0:
+            start = line_start(token_texts(built.tokenizer, ids))
+        if text is None and len(ids) >= start + tokens:
+            break
+    shown = slice(start, start + tokens if text is None else None)
+    ids = ids[shown]
+    return token_choices.join(maps).at(shown), ids, token_texts(built.tokenizer, ids), step
 
 
-def _held_out(data, count):
-    """Return (the first tokens of the held-out split, of one document; the token after them)."""
-    batch = next(iter(data.eval_batches(1, 1)))
-    ids_T, target_T = batch["inputs"][0], batch["targets"][0]
-    end = min(count, int(np.sum(batch["weights"][0])))  # a text may be shorter than a row
-    if "segment_ids" in batch:
-        segment_T = batch["segment_ids"][0]
-        end = min(end, int(np.argmin(np.append(segment_T == segment_T[0], False))))
-    return ids_T[:end].tolist(), int(target_T[end - 1])
+def _held_out_windows(data):
+    """Yield (ids, whether each is scored, arguments of the mapper) of held-out rows."""
+    for batch in data.eval_batches(1):
+        weights_T = batch["weights"][0]
+        end = np.flatnonzero(weights_T)[-1] + 1  # the last row of the split may be shorter
+        packing = {
+            f"{name}_BT": batch[name][:, :end]
+            for name in ("positions", "segment_ids")
+            if name in batch
+        }
+        options = {"next_id": batch["targets"][0, end - 1], **packing}
+        yield batch["inputs"][0, :end], weights_T[:end] > 0, options
+
+
+def _text_windows(tokenizer, length, text):
+    """Yield the same for windows of at most `length` tokens of a text."""
+    ids = [*tokenizer.start, *tokenizer.encode(text).tolist()]
+    if not ids:
+        raise UsageError("--text: is empty; use at least one token")
+    for i in range(0, len(ids), length):
+        window = ids[i : i + length]
+        following = ids[i + length] if i + length < len(ids) else None
+        yield window, np.full(len(window), True), {"next_id": following}
+
+
+def line_start(texts):
+    """Return the index of the first token after the end of a line; 0 without one."""
+    ends = (i + 1 for i, text in enumerate(texts[:-1]) if text.rstrip(" ").endswith("\n"))
+    return next(ends, 0)
 
 
 def token_texts(tokenizer, ids):
@@ -78,24 +118,33 @@ def token_texts(tokenizer, ids):
 
 
 def rows_of_page(token_map):
-    """Return the rows of the page: {name, quantity, kind, meaning, values}, the summaries first."""
+    """Return the rows of the page: {name, quantity, kind, values, is_asleep}, summaries first."""
     rows = []
+    computed = token_map.values("computed")
+    asleep = {
+        row.name
+        for row in token_map.rows
+        if row.quantity == "gate" and is_gate_closed(row, computed)
+    }
 
-    def add(name, quantity, kind, meaning, values_T, is_closed=False):
+    def add(name, quantity, kind, values_T):
         values = [float(f"{x:.4g}") if math.isfinite(x) else None for x in values_T]
-        rows.append({"name": name, "quantity": quantity, "kind": kind, "meaning": meaning}
-                    | {"values": values, "is_closed": is_closed})  # fmt: skip
+        row = {"name": name, "quantity": quantity, "kind": kind, "values": values}
+        rows.append(row | {"is_asleep": name in asleep})
 
-    if computed := token_map.values("computed"):
-        depth_T = np.nansum(list(computed.values()), axis=0)
-        meaning = "number of routed blocks that compute the token"
-        add("all routed blocks", "computed", "count", meaning, depth_T)
-    add("model", "entropy", "number", "entropy of the next token, in nats", token_map.entropy_T)
-    add("model", "loss", "number", "loss of the next token, in nats", token_map.loss_T)
+    if len(computed) > 1:
+        all_NT = np.stack(list(computed.values()))
+        depth_T = np.where(np.isnan(all_NT).all(axis=0), np.nan, np.nansum(all_NT, axis=0))
+        add("all blocks", "depth", "count", depth_T)
+    add("model", "loss", "number", token_map.loss_T)
+    add("model", "entropy", "number", token_map.entropy_T)
+    redundant = token_choices.redundant_quantities(token_map.rows)
     for row in token_map.rows:
-        kind, meaning = token_choices.QUANTITIES[row.quantity]
-        is_closed = row.quantity == "gate" and is_gate_closed(row, computed)
-        add(row.name, row.quantity, kind, meaning, row.values_T, is_closed)
+        values_T = row.values_T
+        if row.quantity == "gate" and row.name in computed:
+            values_T = np.where(computed[row.name] > 0, values_T, np.nan)
+        if row.quantity not in redundant:
+            add(row.name, row.quantity, token_choices.QUANTITIES[row.quantity][0], values_T)
     return rows
 
 
@@ -109,9 +158,21 @@ def page(workdir, text=None, tokens=512, step=None):
     """Return (the page as HTML, its rows as a DataFrame)."""
     token_map, ids, texts, step = map_of_run(workdir, text, tokens, step)
     rows = rows_of_page(token_map)
-    name = pathlib.Path(workdir).resolve().name
-    data = {"title": f"Routing map of {name}", "about": f"step {step}, {len(ids)} tokens"}
-    data |= {"tokens": texts, "ids": ids, "rows": rows}
+    about = f"Step {step}, {len(ids):,} tokens" + (" of held-out text" if text is None else "")
+    logged = [row for row in read_metrics(workdir) if row["step"] == step]
+    if logged and (worth := logged[0].get("eval/router/worth")) is not None:
+        about += f". Switching all routed blocks off costs {worth:.3f} nats a token"
+    quantities = {row["quantity"] for row in rows}
+    meanings = {name: meaning for name, (_, meaning) in token_choices.QUANTITIES.items()}
+    data = {
+        "title": f"Routing map of {pathlib.Path(workdir).resolve().name}",
+        "about": f"{about}.",
+        "first": next((name for name in FIRST if name in quantities), "loss"),
+        "meanings": meanings | SUMMARIES,
+        "tokens": texts,
+        "ids": ids,
+        "rows": rows,
+    }
     # "<" could end the script.
     script = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
     table = pd.DataFrame({f"{row['name']} {row['quantity']}": row["values"] for row in rows})
@@ -136,7 +197,7 @@ def main(argv=None):
     parser = cli.Parser("efx.studies.routing_map", __doc__)
     parser.add_argument("run", metavar="RUN", help="run directory")
     parser.add_argument("--text", help="the text (default: the start of the held-out split)")
-    parser.add_argument("--tokens", type=int, default=512, help="of the held-out split")
+    parser.add_argument("--tokens", type=int, default=512, help="of held-out text (512)")
     parser.add_argument("--out", default="routing_map.html", help="page (default: %(default)s)")
     parser.add_argument("--step", type=int, help="checkpoint (default: the newest)")
     return parser.run(study, argv)

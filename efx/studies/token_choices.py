@@ -66,6 +66,23 @@ class TokenMap(NamedTuple):
         """Return {name: values} of the rows of one quantity."""
         return {row.name: row.values_T for row in self.rows if row.quantity == quantity}
 
+    def at(self, index):
+        """Return the map of the tokens of a slice or a mask."""
+        rows = [row._replace(values_T=row.values_T[index]) for row in self.rows]
+        return TokenMap(rows, self.entropy_T[index], self.loss_T[index])
+
+
+def join(maps):
+    """Return one TokenMap of the maps of consecutive windows of a text, by one model."""
+    rows = [
+        row._replace(values_T=np.concatenate([each.rows[i].values_T for each in maps]))
+        for i, row in enumerate(maps[0].rows)
+    ]
+    entropy_T, loss_T = (
+        np.concatenate([getattr(each, name) for each in maps]) for name in ("entropy_T", "loss_T")
+    )
+    return TokenMap(rows, entropy_T, loss_T)
+
 
 class TokenMapper:
     """Maps texts with a model, by the causal decisions; the pass is compiled once for each length.
@@ -146,9 +163,7 @@ class TokenMapper:
                     add(order, name, QUANTITY_OF_CHOICE.get(kind, kind), value_T)
         kinds = list(QUANTITIES)
         rows.sort(key=lambda pair: (pair[0], kinds.index(pair[1].quantity)))
-        rows = _without_exited([row for _, row in rows])
-        redundant = _redundant_quantities(rows)
-        return [row for row in rows if row.quantity not in redundant]
+        return _without_exited([row for _, row in rows])
 
     def _on_tokens(self, path, choice, length):
         """Return the value of a `Choice` at each token, float64 [T, ...]; NaN without one."""
@@ -198,7 +213,7 @@ def _of_experts(weights_TE, used_TE):
     }
 
 
-def _redundant_quantities(rows):
+def redundant_quantities(rows):
     """Return the quantities that add no information about this text.
 
     For example `selected` if every selected token is computed, or `overflow` if it is always 0.
