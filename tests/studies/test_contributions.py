@@ -14,6 +14,7 @@ import pandas as pd
 from efx import models
 from efx.layers import flops
 from efx.logging import read_metrics
+from efx.models.parts import find_parts, switch_parts
 from efx.studies import contributions
 
 # {row of FAMILIES: names of some of its parts}
@@ -32,12 +33,12 @@ ROWS = {
 def test_each_part_can_be_switched_off(name):
     model = models.unrolled(families.build(name))
     variables = models.unroll_variables(families.build(name), families.variables_of(name))
-    parts = contributions.find_parts(model, families.LENGTH)
+    parts = find_parts(model, families.LENGTH)
     assert {*ROWS[name]} <= {part.name for part in parts}
 
     @jax.jit
     def logits(on):
-        with contributions.switch_parts(on):
+        with switch_parts(on):
             return model.apply(variables, families.tokens(), rngs=families.keys())
 
     on = {path: np.ones_like(x) for part in parts for path, x in part.off.items()}
@@ -50,7 +51,7 @@ def test_each_part_can_be_switched_off(name):
 
 def test_flops_of_the_parts_add_up_to_those_of_the_model():
     model, length = families.build("moe"), families.LENGTH
-    count = {part.name: part.flops for part in contributions.find_parts(model, length)}
+    count = {part.name: part.flops for part in find_parts(model, length)}
     assert count["block_1"] == count["block_1/attention"] + count["block_1/mlp"]
     experts = sum(count[f"block_1/mlp/experts/{e}"] for e in range(4))
     router = 2 * length * model.config.width * 4

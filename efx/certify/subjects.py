@@ -1,0 +1,265 @@
+"""A `Subject` of a model of efx, a run directory, a callable, or a folder of transformers."""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import os
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from efx import io, models
+from efx.certify.properties import TOLERANCES, Subject, random_tokens
+from efx.config.load import config_of_run
+from efx.config.names import apply
+from efx.errors import UsageError, extra, first_line
+from efx.layers import flops
+from efx.layers.block import Block
+from efx.layers.report import label
+from efx.models.parts import find_parts, switch_parts
+from efx.run_dir import RunDir
+from efx.train import inference
+
+# The method of a block that depth routing computes for selected tokens, by `depth_routing.target`.
+ROUTED_METHODS = {
+    "block": "__call__",
+    "mlp_only": "__call__",
+    "attention": "attention_increment",
+    "mlp": "mlp_increment",
+}
+
+
+# ---- models of efx -----------------------------------------------------------------------------
+
+
+def of_model(model, variables):
+    """The `Subject` of a model of efx; `with_parts`, `with_flops` and `with_work` add to it."""
+    options = dict(rngs={"routing": jax.random.key(0)})
+
+    @jax.jit
+    def logits(variables, tokens_BT, *layout):
+        return model.apply(variables, tokens_BT, *layout, **options)
+
+    @functools.partial(jax.jit, static_argnums=4)
+    def decode(variables, cache, tokens_BT, positions_BT, size):
+        variables = {**variables, "cache": cache}
+        decoding = dict(decode=True, cache_size=size, mutable=["cache"], **options)
+        logits_BTV, mutated = model.apply(variables, tokens_BT, positions_BT, **decoding)
+        return logits_BTV, mutated["cache"]
+
+    def step(cache, tokens_BT, positions_BT):
+        logits_BTV, tree = decode(variables, cache["tree"], tokens_BT, positions_BT, cache["size"])
+        return logits_BTV, {"tree": tree, "size": cache["size"]}
+
+    try:
+        model.check_packing()
+        layouts = frozenset({"padding", "packing"})
+    except UsageError:
+        layouts = frozenset()
+    return Subject(
+        functools.partial(logits, variables),
+        model.vocab_size,
+        layouts=layouts,
+        context=model.context,
+        document_multiple=getattr(model.config, "group_size", 1),
+        dtype=str(jnp.dtype(model.dtype)),
+        init_cache=lambda batch, size: {
+            "tree": models.init_cache(model, batch, size),
+            "size": size,
+        },
+        decode=step,
+        ragged=True,
+    )
+
+
+def with_parts(subject, model, variables):
+    """The `Subject` of a model with unrolled layers with its parts, and its FLOPs."""
+    parts = {part.name: part.off for part in find_parts(model, subject.length)}
+    all_on = {path: np.ones_like(x) for off in parts.values() for path, x in off.items()}
+    off = {}
+
+    @jax.jit
+    def partial_logits(variables, on, tokens_BT):
+        with switch_parts(on):
+            return model.apply(variables, tokens_BT, rngs={"routing": jax.random.key(0)})
+
+    def logits(tokens_BT, *layout):
+        if off:
+            return partial_logits(variables, {**all_on, **off}, tokens_BT)
+        return subject.logits(tokens_BT, *layout)
+
+    @contextlib.contextmanager
+    def without(names):
+        for name in names:
+            off.update(parts[name])
+        try:
+            yield
+        finally:
+            off.clear()
+
+    # A small MLP for skipped tokens is no part: without its parts such a layer is not the identity.
+    inside = {name: () for name in parts}
+    for path, spec in model.blocks().items():
+        layer = label(path)
+        if layer in parts and not (spec.routing and spec.routing.skip_mlp):
+            increments = ("attention", "cross_attention", "mlp")
+            inside[layer] = [f"{layer}/{x}" for x in increments if f"{layer}/{x}" in parts]
+    return dataclasses.replace(subject, logits=logits, parts=inside, without=without)
+
+
+def with_flops(subject, model):
+    """The `Subject` with FLOPs: the ledger of the model, and the products of the traced program."""
+
+    def claimed(tokens_BT):
+        batch, length = tokens_BT.shape
+        return batch * sum(model.ledger(length, "causal").nominal.values())
+
+    def count(function):
+        return flops.executed(model, subject.length, len(random_tokens(subject, 0)), train=False)
+
+    return dataclasses.replace(subject, claimed_flops=claimed, count_flops=count)
+
+
+def with_work(subject, model):
+    """The `Subject` with the number of tokens that routed blocks compute, and admit, in decoding;
+    unchanged without such blocks."""
+    routed = {
+        path: ROUTED_METHODS[spec.routing.target]
+        for path, spec in model.blocks().items()
+        if spec.routing is not None and spec.routing.kind == "mod"
+    }
+    if not routed:
+        return subject
+    ran = []
+
+    def count(next_function, args, kwargs, context):
+        path = "/".join(context.module.path)
+        is_routed = isinstance(context.module, Block) and path in routed
+        if is_routed and context.method_name == routed[path] and args[1].access != "write":
+            jax.debug.callback(lambda: ran.append(path))
+        return next_function(*args, **kwargs)
+
+    def admitted(cache):
+        leaves = jax.tree_util.tree_leaves_with_path(cache["tree"])
+        paths = {f"{path}/admitted" for path in routed}
+        named = ((jax.tree_util.keystr(path, simple=True, separator="/"), x) for path, x in leaves)
+        return sum(int(np.sum(x)) for name, x in named if name in paths)
+
+    def work(tokens_1T):
+        cache = subject.init_cache(1, subject.length)
+        executed, claimed = [], []
+        for t in range(tokens_1T.shape[1]):
+            ran.clear()
+            before, position = admitted(cache), np.full((1, 1), t, np.int32)
+            with nn.intercept_methods(count):
+                _, cache = subject.decode(cache, tokens_1T[:, t : t + 1], position)
+            jax.block_until_ready(cache["tree"])
+            jax.effects_barrier()
+            executed.append(len(ran))
+            claimed.append(admitted(cache) - before)
+        return executed, claimed
+
+    return dataclasses.replace(subject, work=work)
+
+
+def of_run(workdir, text=None, dtype="float32"):
+    """The `Subject` of the newest checkpoint of a run directory.
+
+    Args:
+      text: str, for `sleeping_parts`.
+    """
+    if RunDir(workdir).has_clustering:
+        raise UsageError(f"{workdir} is an ensemble of cBTM; use the run directory of one expert")
+    config = apply(config_of_run(workdir), {"train.dtype": dtype}, f"{workdir}: ")
+    built, _, params, variables = inference.restore(config, workdir)
+    variables = jax.device_get({"params": params, **variables})
+    variables = models.unroll_variables(built.model, variables)
+    model = models.unrolled(built.model)
+    # A program is compiled for `work` with its counters: nothing else may compile it before.
+    work = with_work(of_model(model, variables), model).work
+    subject = with_flops(with_parts(of_model(model, variables), model, variables), model)
+    encode = built.tokenizer.encode
+    return dataclasses.replace(subject, work=work, text=text and rows_of(encode(text), subject))
+
+
+def rows_of(ids, subject, most=64):
+    """The first tokens of a text as rows [B, T], at most `most`."""
+    rows = min(most, len(ids) // subject.length)
+    if not rows:
+        raise UsageError(f"--text has {len(ids)} tokens: at least {subject.length} are needed")
+    return np.asarray(ids[: rows * subject.length], np.int32).reshape(rows, subject.length)
+
+
+# ---- callables and folders of transformers -----------------------------------------------------
+
+
+def of_function(target, vocab_size=None, dtype="float32"):
+    """The `Subject` of "module:function", see efx/certify/__main__.py."""
+    module_name, _, name = target.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        made = getattr(importlib.import_module(module_name), name)()
+    except Exception as error:
+        raise UsageError(f"{target}: cannot be imported and called: {first_line(error)}") from error
+    finally:
+        sys.path.pop(0)
+    if isinstance(made, Subject):
+        return made
+    if not callable(made):
+        raise UsageError(f"{target} returned {type(made).__name__}: expected a callable or Subject")
+    if vocab_size is None:
+        raise UsageError(f"{target}: --vocab-size is missing: the number of token ids of the model")
+    return of_callable(made, vocab_size, dtype)
+
+
+def of_callable(function, vocab_size, dtype="float32"):
+    """The `Subject` of (tokens [B, T]) -> logits [B, T, V] in JAX, PyTorch or numpy.
+
+    PyTorch gets tensors, the others arrays of numpy.
+    """
+    subject = Subject(function, vocab_size, dtype=dtype)
+    tokens_BT = random_tokens(subject, 0)
+    try:
+        kind = type(function(tokens_BT)).__module__.partition(".")[0]
+    except Exception:
+        if "torch" not in sys.modules:
+            return subject  # `certify` reports the error
+        kind = "torch"
+    if kind == "torch":
+        from efx.certify import torch_models
+
+        return torch_models.of_callable(function, vocab_size, dtype)
+    if kind.startswith("jax"):
+        return dataclasses.replace(subject, count_flops=flops.jaxpr_flops)
+    return subject
+
+
+def of_transformers(folder, trust_remote_code=False, text=None, dtype="float32"):
+    """The `Subject` of a folder that transformers loads."""
+    try:
+        from efx.certify import torch_models
+    except ImportError as error:
+        raise UsageError(
+            f"{folder}: this needs {extra('interop')}: {error.name} is not installed"
+        ) from None
+    return torch_models.of_folder(folder, trust_remote_code, text, dtype)
+
+
+def of_target(target, vocab_size=None, trust_remote_code=False, text=None, dtype="float32"):
+    """The `Subject` of a TARGET of the command line."""
+    if dtype not in TOLERANCES:
+        raise UsageError(f"--dtype={dtype}: expected one of {', '.join(TOLERANCES)}")
+    folder = io.folder(target)
+    if (folder / "run.json").exists():
+        return of_run(target, text, dtype)
+    if folder.is_dir():
+        return of_transformers(target, trust_remote_code, text, dtype)
+    if ":" not in target:
+        raise UsageError(f"{target}: is no run directory, no folder and no `module:function`")
+    if text is not None:
+        raise UsageError("--text: a callable has no tokenizer; return a Subject with `text`")
+    return of_function(target, vocab_size, dtype)
