@@ -5,7 +5,8 @@
 TARGET is a run directory, a folder that transformers loads (AutoModelForCausalLM), or
 `module:function`: a function without arguments that returns a callable (tokens [B, T] -> logits
 [B, T, V]) in JAX, PyTorch or numpy, or an `efx.certify.Subject`, which may have a cache, packed
-rows, claims and parts (docs/certify.md). Exit status: 0 without a FAIL, 1 with one, 2 for bad input.
+rows, claims and parts (docs/certify.md). Exit status: 0 without a FAIL, 1 with one, 2 for bad
+input.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import math
 import sys
 from pathlib import Path
 
-from rich.box import SIMPLE
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -57,12 +58,13 @@ def number(x):
 
 def show(results, arguments):
     """Print a table with a row for each result, then the reproduction of each FAIL."""
-    table = Table(
-        title=f"{arguments.target} in {arguments.dtype}", title_justify="left", box=SIMPLE
-    )
-    for name in ("property", "verdict", "number", "tolerance", "of"):
-        table.add_column(name, justify="right" if name in ("number", "tolerance") else "left")
-        table.columns[-1].no_wrap = True
+    title = f"{arguments.target} in {arguments.dtype}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for name in ("property", "verdict"):
+        table.add_column(name, no_wrap=True)
+    for name in ("number", "tolerance"):
+        table.add_column(name, no_wrap=True, justify="right")
+    table.add_column("of", no_wrap=True)
     for r in results:
         verdict = f"[{COLORS[r.verdict]}]{r.verdict}[/]" if r.verdict in COLORS else r.verdict
         table.add_row(r.name, verdict, number(r.number), number(r.tolerance), r.unit)
