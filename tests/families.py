@@ -18,7 +18,9 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from efx import models
+from efx import certify, models
+from efx.certify import subjects
+from efx.certify.properties import chunks, read  # noqa: F401
 from efx.configs import common
 from efx.errors import UsageError
 from efx.layers import flops
@@ -748,6 +750,22 @@ def forward(name, selection="causal"):
     )
 
 
+@functools.cache
+def subject(name, selection="causal", share=None, slack=1.0):
+    """The `certify.Subject` of a row; `share` and `slack`: see `with_capacity`."""
+    model = build(name).clone(selection=selection)
+    if share is not None:
+        model = with_capacity(model, share, slack)
+    return subjects.of_model(model, variables_of(name))
+
+
+def assert_passes(check, subject, tolerance=None):
+    """A check of efx.certify passes; `tolerance`: in its place, for the same number."""
+    result = check(subject)
+    limit = result.tolerance if tolerance is None else tolerance
+    assert result.verdict == certify.PASS and result.number <= limit, result
+
+
 def logits_of(name, tokens_BT, selection="causal"):
     return np.asarray(forward(name, selection)(params_of(name), tokens_BT))
 
@@ -786,44 +804,6 @@ def decoder(model, variables, cache_size, decode=True):
         return logits_BTV, state["cache"]
 
     return step
-
-
-def chunks(prompt_B, length_B, size, single=1):
-    """Calls that read prompts `size` tokens at a time and the rest of each row token by token.
-
-    Yields:
-      (width of the program, new tokens of each row); a single token is read in a program of width
-      `single`, with padding.
-    """
-    done_B = np.zeros(len(length_B), int)
-    for width, most, end_B in ((size, size, prompt_B), (single, 1, length_B)):
-        while np.any(done_B < end_B):
-            new_B = np.clip(end_B - done_B, 0, most)
-            done_B = done_B + new_B
-            yield width, new_B
-
-
-def read(step, cache, tokens_BT, calls):
-    """(logits [B, T, V] as `calls` read the tokens, nan where nothing is read; cache)."""
-    tokens_BT = np.asarray(tokens_BT)
-    batch, length = tokens_BT.shape
-    logits_BTV, done_B = None, np.zeros(batch, int)
-    for width, new_B in calls:
-        place_BT = done_B[:, None] + np.arange(width)
-        inside_BT = np.arange(width) < new_B[:, None]
-        place_BT = np.minimum(place_BT, length - 1)
-        read_BT = np.where(inside_BT, np.take_along_axis(tokens_BT, place_BT, axis=1), 0)
-        new_BTV, cache = step(
-            cache,
-            jnp.asarray(read_BT, jnp.int32),
-            jnp.asarray(np.where(inside_BT, place_BT, -1), jnp.int32),
-        )
-        if logits_BTV is None:
-            logits_BTV = np.full((batch, length, new_BTV.shape[-1]), np.nan)
-        row_N, step_N = np.nonzero(inside_BT)
-        logits_BTV[row_N, place_BT[row_N, step_N]] = np.asarray(new_BTV)[row_N, step_N]
-        done_B = done_B + new_B
-    return logits_BTV, cache
 
 
 def bridge(*members, **changes):

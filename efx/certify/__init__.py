@@ -8,9 +8,11 @@
         print(result.name, result.verdict, result.number)
 
 `properties.py` has the interface of a model, `Subject`, and one function for each property;
-`subjects.py` makes a `Subject` of a run directory, a folder of transformers or a callable.
+`subjects.py` makes a `Subject` of a run directory, a folder of transformers or a callable,
+`torch_models.py` of PyTorch; `command.py` is the command.
 """
 
+from efx.certify.command import main  # noqa: F401
 from efx.certify.properties import (  # noqa: F401  (public names of this package)
     CHECKS,
     FAIL,

@@ -118,6 +118,14 @@ def other_tokens(subject, seed, tokens_BT):
     return ((tokens_BT + shift_BT) % subject.vocab_size).astype(np.int32)
 
 
+def rows_of(ids, subject, most=64):
+    """The first tokens of a text as rows [B, T], at most `most`."""
+    rows = min(most, len(ids) // subject.length)
+    if not rows:
+        raise UsageError(f"--text has {len(ids)} tokens: at least {subject.length} are needed")
+    return np.asarray(ids[: rows * subject.length], np.int32).reshape(rows, subject.length)
+
+
 def change(expected_BTV, got_BTV):
     """[B, T]: largest change of a logit, in standard deviations of the expected logits; infinity
     where one is finite and the other is not."""

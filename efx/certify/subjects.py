@@ -13,7 +13,7 @@ import numpy as np
 from flax import linen as nn
 
 from efx import io, models
-from efx.certify.properties import TOLERANCES, Subject, random_tokens
+from efx.certify.properties import TOLERANCES, Subject, random_tokens, rows_of
 from efx.config.load import config_of_run
 from efx.config.names import apply
 from efx.errors import UsageError, extra, first_line
@@ -186,19 +186,11 @@ def of_run(workdir, text=None, dtype="float32"):
     return dataclasses.replace(subject, work=work, text=text and rows_of(encode(text), subject))
 
 
-def rows_of(ids, subject, most=64):
-    """The first tokens of a text as rows [B, T], at most `most`."""
-    rows = min(most, len(ids) // subject.length)
-    if not rows:
-        raise UsageError(f"--text has {len(ids)} tokens: at least {subject.length} are needed")
-    return np.asarray(ids[: rows * subject.length], np.int32).reshape(rows, subject.length)
-
-
 # ---- callables and folders of transformers -----------------------------------------------------
 
 
 def of_function(target, vocab_size=None, dtype="float32"):
-    """The `Subject` of "module:function", see efx/certify/__main__.py."""
+    """The `Subject` of "module:function", see efx/certify/command.py."""
     module_name, _, name = target.partition(":")
     sys.path.insert(0, os.getcwd())
     try:

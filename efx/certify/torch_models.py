@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from efx.certify.properties import LENGTH, Subject, random_tokens
+from efx.certify.properties import LENGTH, Subject, random_tokens, rows_of
 from efx.errors import UsageError, first_line
 
 
@@ -155,8 +155,6 @@ def _is_plain_residual(subject, layer, parts):
 def of_folder(folder, trust_remote_code, text, dtype):
     """The `Subject` of a folder of transformers, of `AutoModelForCausalLM`."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    from efx.certify.subjects import rows_of
 
     options = dict(trust_remote_code=trust_remote_code, local_files_only=True)
     try:

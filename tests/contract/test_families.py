@@ -15,6 +15,7 @@ from families import BATCH, CHEAP, FAMILIES, LENGTH, MESHES, RARE, VOCAB, Grain,
 from flax import linen as nn
 
 from efx import models
+from efx.certify import properties, subjects
 from efx.layers import attend, flops
 from efx.layers import selection as selection_lib
 from efx.layers.attention import Attention
@@ -33,7 +34,7 @@ def test_logits_are_finite_float32_of_the_right_shape(name):
     logits_BTV = families.logits_of(name, families.tokens())
     assert logits_BTV.shape == (BATCH, LENGTH, VOCAB)
     assert logits_BTV.dtype == np.float32
-    assert np.isfinite(logits_BTV).all()
+    families.assert_passes(properties.finite_logits, families.subject(name))
     assert logits_BTV.std() > 0.1  # large enough for the comparisons below to mean something
 
 
@@ -65,98 +66,54 @@ def test_gradients_are_summed_in_float32(name):
             assert summed.dtype != jnp.bfloat16 or result.size == summed.size, where
 
 
-def changes_of_earlier_logits(compute_logits):
-    """[(k, largest change of a logit at 0..k when token k + 1 changes)], where it is not 0."""
-    tokens_BT, place_T, found = families.tokens(), np.arange(LENGTH), []
-    before_BTV = compute_logits(tokens_BT)
-    for start in range(0, LENGTH - 1, BATCH):
-        k_B = start + np.arange(BATCH)  # of each row another token
-        changed_BT = place_T == k_B[:, None] + 1
-        other_BT = jnp.where(changed_BT, (tokens_BT + 1) % VOCAB, tokens_BT)
-        after_BTV = compute_logits(other_BT)
-        change_BT = np.abs(after_BTV - before_BTV).max(axis=-1)
-        assert np.all(change_BT[changed_BT] > 0)
-        earlier_B = np.where(place_T <= k_B[:, None], change_BT, 0).max(axis=-1)
-        found += [(k, change) for k, change in zip(k_B, earlier_B, strict=True) if change > 0]
-    return found
-
-
-def assert_no_look_ahead(compute_logits):
+@every_row(**CHEAP)
+def test_causal(name):
     """Not by a bit."""
-    changes = changes_of_earlier_logits(compute_logits)
-    k = changes[0][0] if changes else None
-    assert not changes, f"logits at 0..{k} changed when token {k + 1} changed"
+    families.assert_passes(properties.no_look_ahead, families.subject(name), tolerance=0)
 
 
 @every_row(**CHEAP)
-def test_causal(name):
-    assert_no_look_ahead(functools.partial(families.logits_of, name))
+def test_each_token_is_read(name):
+    families.assert_passes(properties.reads_its_tokens, families.subject(name))
 
 
 @every_row(families.selects_tokens)
 def test_only_topk_selection_looks_ahead(name):
     """In training; `test_causal` is able to see what training-time top-k does."""
-    compute_logits = functools.partial(families.logits_of, name, selection="train")
-    if FAMILIES[name].looks_ahead:
-        assert max(change for _, change in changes_of_earlier_logits(compute_logits)) > 0.1
-    else:
-        assert_no_look_ahead(compute_logits)
-
-
-def check_rows(name, selection):
-    tokens_BT = families.tokens()
-    others_BT = families.tokens(seed=1).at[3].set(tokens_BT[3])
-    a = families.logits_of(name, tokens_BT, selection)
-    b = families.logits_of(name, others_BT, selection)
-    np.testing.assert_array_equal(a[3], b[3])
-    assert np.all(np.any(a[:3] != b[:3], axis=(1, 2)))
+    number = properties.no_look_ahead(families.subject(name, "train")).number
+    assert number > 0.1 if FAMILIES[name].looks_ahead else number == 0
 
 
 @every_row(**CHEAP)
 def test_rows_do_not_depend_on_each_other(name):
-    check_rows(name, "causal")
+    families.assert_passes(properties.batch_mates, families.subject(name), tolerance=0)
 
 
 @every_row(families.selects_tokens)
 def test_rows_do_not_depend_on_each_other_in_training(name):
-    check_rows(name, "train")
+    families.assert_passes(properties.batch_mates, families.subject(name, "train"), tolerance=0)
 
 
 # ---- decoding ----------------------------------------------------------------------------------
 
-# Tokens of the prompts that the rows of a batch begin with, read in chunks of 5.
-PROMPTS = np.array([10, 9, 7, 6, 5, 4, 2, 1])
-
-
-def decoded(name):
-    """Logits of all tokens, read from a cache."""
-    model = families.build(name)
-    step = families.decoder(model, families.variables_of(name), LENGTH)
-    # The program for one token computes blocks for some rows only; chunks have padding.
-    single = 1 if families.skips_tokens(model) else 5
-    calls = families.chunks(PROMPTS, np.full(BATCH, LENGTH), 5, single)
-    return families.read(step, models.init_cache(model, BATCH, LENGTH), families.tokens(), calls)[0]
-
 
 @every_row(**CHEAP)
 def test_cached_decoding_is_the_full_forward(name, monkeypatch):
-    """Prompts of different lengths in chunks with padding, then one token of each row at a time,
-    each at its own position, until the rows end one after the other. Caches are read in blocks of
-    10 slots, of which the last overlaps the one before."""
+    """Caches are read in blocks of 10 slots, of which the last overlaps the one before."""
     monkeypatch.setattr(attend, "_CACHE_BLOCK", 10)
-    # The wide angles of these masks make 7e-5 of logits of a relative change of 1e-7 in parameters.
-    atol = 3e-4 if families.build(name).config.dropout.kind == "attention" else 1e-4
-    expected_BTV = families.logits_of(name, families.tokens())
-    np.testing.assert_allclose(decoded(name), expected_BTV, atol=atol)
+    # The program for one token computes blocks for some rows only; chunks have padding.
+    single = 1 if families.skips_tokens(families.build(name)) else 5
+    result = properties.cached_decoding(families.subject(name), single=single)
+    assert result.number < 1e-4, result
 
 
 @every_row(families.skips_tokens, **RARE)
 def test_decoding_is_the_full_forward_on_a_gpu(name, monkeypatch):
     """Where routed blocks take all rows at once, without a loop, also with experts, learned masks
     and the keys of skipped tokens inside of them."""
-    expected_BTV = families.logits_of(name, families.tokens())
+    subject = subjects.of_model(families.build(name), families.variables_of(name))
     monkeypatch.setattr(sharding, "platform", lambda: "gpu")
-    np.testing.assert_allclose(decoded(name), expected_BTV, atol=1e-4)
+    assert properties.cached_decoding(subject).number < 1e-4
 
 
 def rerun(jaxpr, consts, arguments, report):

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from efx import certify
-from efx.certify import __main__ as command
-from efx.certify import subjects
+from efx.certify import command, subjects
 
 VOCAB, WIDTH, CONTEXT = 17, 8, 32
 
@@ -397,6 +396,8 @@ torch = pytest.importorskip("torch", reason="the extra `interop` is not installe
 transformers = pytest.importorskip("transformers", reason="the extra `interop` is not installed")
 
 from efx.certify import torch_models  # noqa: E402
+
+torch.set_num_threads(1)  # on a busy machine threads wait for each other
 
 
 class Mean(torch.nn.Linear):
