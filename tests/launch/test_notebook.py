@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "launch/notebooks"
-NAMES = ("quickstart", "mixture_of_depths", "bring_your_model")
+NAMES = ("quickstart", "mixture_of_depths", "bring_your_model", "certify")
 
 
 def test_notebooks_are_committed_without_outputs():
@@ -54,3 +54,10 @@ def test_bring_your_model(tmp_path):
     pytest.importorskip("torch", reason="the extra `interop` is not installed")
     shown = execute("bring_your_model", FOLDER=str(tmp_path), STEPS=4)
     assert "held-out loss:" in shown and "def add" in shown
+
+
+@pytest.mark.slow
+def test_certify(tmp_path):
+    pytest.importorskip("torch", reason="the extra `interop` is not installed")
+    shown = execute("certify", FOLDER=str(tmp_path))
+    assert "no look ahead" in shown and "sleeping parts" in shown
