@@ -39,7 +39,7 @@ class Subject:
       init_cache: (batch, size) -> empty cache of at most `size` tokens a row.
       decode: (cache, tokens [B, T], positions [B, T]) -> (logits, cache) of new tokens.
       ragged: new tokens of a call may have other positions in each row, -1 for padding at its end.
-      count_flops: (function) -> FLOPs that a call of it without arguments executes.
+      count_flops: (function) -> FLOPs that a call of it without arguments executes, or None.
       claimed_flops: (tokens [B, T]) -> FLOPs of their forward pass, as the model claims.
       work: (tokens [1, T]) -> (executed [T], claimed [T]): the work of each token when decoded one
         by one, in any unit, and the work that is left if skipped tokens cost nothing.
@@ -73,7 +73,7 @@ class Subject:
         return TOLERANCES[self.dtype]
 
     def compute(self, tokens_BT, *layout):
-        """float64 logits [B, T, V] in numpy; UsageError for another shape."""
+        """Logits [B, T, V] in numpy; UsageError for another shape."""
         logits_BTV = to_numpy(self.logits(tokens_BT, *layout))
         expected = (*tokens_BT.shape, self.vocab_size)
         if logits_BTV.shape != expected:
@@ -98,12 +98,12 @@ class Result:
 
 
 def to_numpy(x):
-    """An array of numpy, JAX or PyTorch as float64, or int64 if it is of integers."""
+    """Logits of numpy, JAX or PyTorch as float64 if they have it, else as float32."""
     if hasattr(x, "detach"):
         x = x.detach().cpu()
-        x = x.double() if x.is_floating_point() else x
+        x = x if str(x.dtype) == "torch.float64" else x.float()
     x = np.asarray(x)
-    return x.astype(np.int64 if np.issubdtype(x.dtype, np.integer) else np.float64)
+    return x if x.dtype == np.float64 else x.astype(np.float32)
 
 
 def random_tokens(subject, seed, batch=BATCH, length=None):
@@ -139,11 +139,7 @@ def change(expected_BTV, got_BTV):
 
 
 class _Worst:
-    """The largest change among several comparisons, and where it is.
-
-    Args:
-      check: function of the property. changed: what `number` is a change of.
-    """
+    """The largest change among several comparisons for a check, and where it is."""
 
     def __init__(self, check, subject, seed, tolerance=None):
         self.name, self.seed = _name(check), seed
@@ -161,11 +157,10 @@ class _Worst:
             self.where = dict(row=row, position=position, **{**where, **of_row}, tokens=tokens)
 
     def result(self, unit=STD):
-        verdict = PASS if self.number <= self.tolerance else FAIL
-        where = self.where if verdict == FAIL else {}
-        return Result(
-            self.name, verdict, self.number, self.tolerance, unit, {"seed": self.seed, **where}
-        )
+        passes = self.number <= self.tolerance
+        where = {"seed": self.seed, **({} if passes else self.where)}
+        verdict = PASS if passes else FAIL
+        return Result(self.name, verdict, self.number, self.tolerance, unit, where)
 
 
 def _name(check):
@@ -202,26 +197,22 @@ def reads_its_tokens(subject, seed=0):
     """
     tokens_BT = random_tokens(subject, seed)
     others_BT, place_T = other_tokens(subject, seed, tokens_BT), np.arange(subject.length)
-    before_BTV, later = subject.compute(tokens_BT), 0.0
-    unread = []
+    before_BTV, later, unread = subject.compute(tokens_BT), 0.0, []
     for start in range(0, subject.length, BATCH):
         place_B = np.minimum(start + np.arange(BATCH), subject.length - 1)
         is_changed_BT = place_T == place_B[:, None]
-        moved_BT = change(
-            before_BTV, subject.compute(np.where(is_changed_BT, others_BT, tokens_BT))
-        )
+        after_BTV = subject.compute(np.where(is_changed_BT, others_BT, tokens_BT))
+        moved_BT = change(before_BTV, after_BTV)
         later = max(later, np.where(place_T > place_B[:, None], moved_BT, 0).max())
         unread += place_B[~np.any(moved_BT * is_changed_BT > 0, axis=1)].tolist()
-    unread = sorted({*unread})
+    unread, problem = sorted({*unread}), "positions that do not read their token"
     if not later:
-        unread, problem = place_T[1:].tolist(), "positions read no earlier token"
-    else:
-        problem = "positions do not read their token"
-    where = dict(position=unread[0], tokens=tokens_BT[unread[0] % BATCH].tolist()) if unread else {}
+        unread, problem = place_T[1:].tolist(), "positions that read no earlier token"
+    where = {"seed": seed}
+    if unread:
+        where |= dict(position=unread[0], tokens=tokens_BT[unread[0] % BATCH].tolist())
     verdict = FAIL if unread else PASS
-    return Result(
-        _name(reads_its_tokens), verdict, len(unread), 0, problem, {"seed": seed, **where}
-    )
+    return Result(_name(reads_its_tokens), verdict, len(unread), 0, problem, where)
 
 
 def batch_mates(subject, seed=0):
@@ -308,10 +299,7 @@ def packed_as_if_alone(subject, seed=0):
         return _not_applicable(packed_as_if_alone, "rows hold one document")
     multiple = subject.document_multiple
     size = 3 * subject.length // 8 // multiple * multiple
-    tokens_BT, worst = (
-        random_tokens(subject, seed),
-        _Worst(packed_as_if_alone, subject, seed),
-    )
+    tokens_BT, worst = random_tokens(subject, seed), _Worst(packed_as_if_alone, subject, seed)
     packed_BTV = subject.compute(tokens_BT, *_packed(subject, [size, size]))
     for start in (0, size):
         # A document alone is the beginning of a longer one: logits do not depend on later tokens.
@@ -467,7 +455,7 @@ def executed_flops(subject, seed=0):
         return _not_applicable(executed_flops, "FLOPs cannot be counted")
     tokens_BT = random_tokens(subject, seed)
     executed = subject.count_flops(lambda: subject.logits(tokens_BT))
-    if subject.claimed_flops is None:
+    if executed is None or subject.claimed_flops is None:
         unit = "FLOPs of a forward pass; the model claims none"
         return _not_applicable(executed_flops, unit, executed)
     ratio = float(executed / subject.claimed_flops(tokens_BT))

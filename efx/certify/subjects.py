@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import os
 import sys
 
 import jax
@@ -192,13 +191,10 @@ def of_run(workdir, text=None, dtype="float32"):
 def of_function(target, vocab_size=None, dtype="float32"):
     """The `Subject` of "module:function", see efx/certify/command.py."""
     module_name, _, name = target.partition(":")
-    sys.path.insert(0, os.getcwd())
     try:
         made = getattr(importlib.import_module(module_name), name)()
     except Exception as error:
         raise UsageError(f"{target}: cannot be imported and called: {first_line(error)}") from error
-    finally:
-        sys.path.pop(0)
     if isinstance(made, Subject):
         return made
     if not callable(made):
@@ -226,8 +222,16 @@ def of_callable(function, vocab_size, dtype="float32"):
 
         return torch_models.of_callable(function, vocab_size, dtype)
     if kind.startswith("jax"):
-        return dataclasses.replace(subject, count_flops=flops.jaxpr_flops)
+        return dataclasses.replace(subject, count_flops=_traced_flops)
     return subject
+
+
+def _traced_flops(function):
+    """FLOPs of a function; None if JAX cannot trace it."""
+    try:
+        return flops.jaxpr_flops(function)
+    except Exception:
+        return None
 
 
 def of_transformers(folder, trust_remote_code=False, text=None, dtype="float32"):
