@@ -26,6 +26,7 @@ from efx.certify.subjects import (  # noqa: F401
     of_callable,
     of_function,
     of_model,
+    of_model_with_parts,
     of_run,
     of_transformers,
 )

@@ -75,6 +75,14 @@ def of_model(model, variables):
     )
 
 
+def of_model_with_parts(model, variables):
+    """The `Subject` of a model of efx with unrolled layers, with all that it claims."""
+    # A program is compiled for `work` with its counters: nothing else may compile it before.
+    work = with_work(of_model(model, variables), model).work
+    subject = with_flops(with_parts(of_model(model, variables), model, variables), model)
+    return dataclasses.replace(subject, work=work)
+
+
 def with_parts(subject, model, variables):
     """The `Subject` of a model with unrolled layers with its parts, and its FLOPs."""
     parts = {part.name: part.off for part in find_parts(model, subject.length)}
@@ -178,11 +186,9 @@ def of_run(workdir, text=None, dtype="float32"):
     variables = jax.device_get({"params": params, **variables})
     variables = models.unroll_variables(built.model, variables)
     model = models.unrolled(built.model)
-    # A program is compiled for `work` with its counters: nothing else may compile it before.
-    work = with_work(of_model(model, variables), model).work
-    subject = with_flops(with_parts(of_model(model, variables), model, variables), model)
+    subject = of_model_with_parts(model, variables)
     encode = built.tokenizer.encode
-    return dataclasses.replace(subject, work=work, text=text and rows_of(encode(text), subject))
+    return dataclasses.replace(subject, text=text and rows_of(encode(text), subject))
 
 
 # ---- callables and folders of transformers -----------------------------------------------------

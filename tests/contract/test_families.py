@@ -14,7 +14,7 @@ import pytest
 from families import BATCH, CHEAP, FAMILIES, LENGTH, MESHES, RARE, VOCAB, Grain, every_row
 from flax import linen as nn
 
-from efx import models
+from efx import certify, models
 from efx.certify import properties, subjects
 from efx.layers import attend, flops
 from efx.layers import selection as selection_lib
@@ -114,6 +114,14 @@ def test_decoding_is_the_full_forward_on_a_gpu(name, monkeypatch):
     subject = subjects.of_model(families.build(name), families.variables_of(name))
     monkeypatch.setattr(sharding, "platform", lambda: "gpu")
     assert properties.cached_decoding(subject).number < 1e-4
+
+
+@every_row(**RARE)
+def test_no_check_of_efx_certify_fails(name):
+    """Those above, and the others: FLOPs, the work of skipped tokens, residuals, sleeping parts."""
+    model, variables = families.build(name), families.variables_of(name)
+    results = certify.certify(subjects.of_model_with_parts(model, variables))
+    assert not [result for result in results if result.verdict == certify.FAIL]
 
 
 def rerun(jaxpr, consts, arguments, report):
