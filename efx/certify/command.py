@@ -23,6 +23,13 @@ from efx.certify.properties import FAIL, PASS, TOLERANCES, certify
 from efx.certify.subjects import of_target
 from efx.errors import UsageError
 
+COLUMNS = [
+    ("property", "left", 18),
+    ("verdict", "left", 14),
+    ("number", "right", 9),
+    ("tolerance", "right", 9),
+    ("of", "left", 0),
+]
 COLORS = {PASS: "green", FAIL: "bold red"}
 
 
@@ -40,7 +47,7 @@ def parse(argv):
     )
     parser.add_argument("target", metavar="TARGET")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="token ids of a callable")
-    help = "text file, to measure what each part is worth in nats"
+    help = "text file for the worth of parts (default: held-out text of a run, else random tokens)"
     parser.add_argument("--text", metavar="FILE", help=help)
     help = "run the Python code in a folder of transformers"
     parser.add_argument("--trust-remote-code", action="store_true", help=help)
@@ -56,15 +63,11 @@ def number(x):
     return "" if x is None else f"{x:.3g}"
 
 
-def show(results, arguments):
+def show(results, title):
     """Print a table with a row for each result, then the reproduction of each FAIL."""
-    title = f"{arguments.target} in {arguments.dtype}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for name in ("property", "verdict"):
-        table.add_column(name, no_wrap=True)
-    for name in ("number", "tolerance"):
-        table.add_column(name, no_wrap=True, justify="right")
-    table.add_column("of", no_wrap=True)
+    for name, justify, width in COLUMNS:
+        table.add_column(name, no_wrap=True, justify=justify, min_width=width)
     for r in results:
         verdict = f"[{COLORS[r.verdict]}]{r.verdict}[/]" if r.verdict in COLORS else r.verdict
         table.add_row(r.name, verdict, number(r.number), number(r.tolerance), r.unit)
@@ -103,7 +106,7 @@ def run(argv):
     if arguments.json:
         print(json.dumps([as_json(result) for result in results], indent=1))
     else:
-        show(results, arguments)
+        show(results, f"{arguments.target} in {subject.dtype}")
     return int(any(result.verdict == FAIL for result in results))
 
 

@@ -20,6 +20,7 @@ from efx.layers import flops
 from efx.layers.block import Block
 from efx.layers.report import label
 from efx.models.parts import find_parts, switch_parts
+from efx.parallel import sharding
 from efx.run_dir import RunDir
 from efx.train import inference
 
@@ -177,18 +178,26 @@ def of_run(workdir, text=None, dtype="float32"):
     """The `Subject` of the newest checkpoint of a run directory.
 
     Args:
-      text: str, for `sleeping_parts`.
+      text: str, for `sleeping_parts`; None: the held-out split.
     """
     if RunDir(workdir).has_clustering:
         raise UsageError(f"{workdir} is an ensemble of cBTM; use the run directory of one expert")
     config = apply(config_of_run(workdir), {"train.dtype": dtype}, f"{workdir}: ")
-    built, _, params, variables = inference.restore(config, workdir)
+    splits = ("eval",) if text is None else ()
+    built, _, params, variables = inference.restore(config, workdir, splits=splits)
     variables = jax.device_get({"params": params, **variables})
     variables = models.unroll_variables(built.model, variables)
-    model = models.unrolled(built.model)
-    subject = of_model_with_parts(model, variables)
-    encode = built.tokenizer.encode
-    return dataclasses.replace(subject, text=text and rows_of(encode(text), subject))
+    subject = of_model_with_parts(models.unrolled(built.model), variables)
+    ids = _held_out_tokens(built) if text is None else built.tokenizer.encode(text)
+    return dataclasses.replace(subject, text=rows_of(ids, subject))
+
+
+def _held_out_tokens(experiment):
+    """int [n]: the tokens of the first batch of the held-out split."""
+    size = experiment.config.evaluate.batch_size
+    rows = sharding.Placement(experiment.mesh, experiment.rules, size).rows
+    batch = next(iter(experiment.data.eval_batches(size, 1, rows)))
+    return np.ravel(batch["inputs"])
 
 
 # ---- callables and folders of transformers -----------------------------------------------------

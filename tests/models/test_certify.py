@@ -446,10 +446,10 @@ class Experts(Layer):
 
 
 class Masks(Layer):
-    """An MLP for every fourth token, which computes all."""
+    """An MLP for every eighth token, which computes all."""
 
     def forward(self, x_BTD):
-        is_routed = torch.arange(x_BTD.shape[1])[:, None] % 4 == 0
+        is_routed = torch.arange(x_BTD.shape[1])[:, None] % 8 == 0
         return x_BTD + self.mix(x_BTD) + is_routed * self.mlp(x_BTD)
 
 
@@ -457,7 +457,7 @@ class Gathers(Layer):
     def forward(self, x_BTD):
         y_BTD = x_BTD + self.mix(x_BTD)
         added = torch.zeros_like(y_BTD)
-        added[:, ::4] = self.mlp(x_BTD[:, ::4])
+        added[:, ::8] = self.mlp(x_BTD[:, ::8])
         return y_BTD + added
 
 
@@ -466,7 +466,7 @@ class TorchModel(torch.nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embed = torch.nn.Embedding(VOCAB, WIDTH)
-        self.layers = torch.nn.ModuleList(layer() for _ in range(2))
+        self.layers = torch.nn.ModuleList(layer() for _ in range(4))
 
     def forward(self, tokens_BT):
         x_BTD = self.embed(tokens_BT)
@@ -476,7 +476,7 @@ class TorchModel(torch.nn.Module):
 
 
 def claims(tokens_BT):
-    matrices = 2 * (1 + 1 / 4) * WIDTH**2 + WIDTH * VOCAB
+    matrices = 4 * (1 + 1 / 8) * WIDTH**2 + WIDTH * VOCAB
     return 2 * tokens_BT.size * matrices
 
 
