@@ -12,7 +12,7 @@ import numpy as np
 from flax import linen as nn
 
 from efx import io, models
-from efx.certify.properties import TOLERANCES, Subject, random_tokens, rows_of
+from efx.certify.properties import BATCH, TOLERANCES, Subject, random_tokens, rows_of
 from efx.config.load import config_of_run
 from efx.config.names import apply
 from efx.errors import UsageError, extra, first_line
@@ -37,7 +37,7 @@ ROUTED_METHODS = {
 
 
 def of_model(model, variables):
-    """The `Subject` of a model of efx; `with_parts`, `with_flops` and `with_work` add to it."""
+    """The `Subject` of a model of efx, as it is called; `of_model_with_parts` has all of it."""
     options = dict(rngs={"routing": jax.random.key(0)})
 
     @jax.jit
@@ -78,14 +78,23 @@ def of_model(model, variables):
 
 def of_model_with_parts(model, variables):
     """The `Subject` of a model of efx with unrolled layers, with all that it claims."""
+    subject = with_parts(of_model(model, variables), model, variables)
+
+    def claimed(tokens_BT):
+        batch, length = tokens_BT.shape
+        return batch * sum(model.ledger(length, "causal").nominal.values())
+
+    def count(function):
+        """Of the model itself, in which no kernel hides its products."""
+        return flops.executed(model, subject.length, BATCH, train=False)
+
     # A program is compiled for `work` with its counters: nothing else may compile it before.
-    work = with_work(of_model(model, variables), model).work
-    subject = with_flops(with_parts(of_model(model, variables), model, variables), model)
-    return dataclasses.replace(subject, work=work)
+    work = counted_work(of_model(model, variables), model)
+    return dataclasses.replace(subject, claimed_flops=claimed, count_flops=count, work=work)
 
 
 def with_parts(subject, model, variables):
-    """The `Subject` of a model with unrolled layers with its parts, and its FLOPs."""
+    """The `Subject` of a model with unrolled layers with its parts."""
     parts = {part.name: part.off for part in find_parts(model, subject.length)}
     all_on = {path: np.ones_like(x) for off in parts.values() for path, x in off.items()}
     off = {}
@@ -119,29 +128,15 @@ def with_parts(subject, model, variables):
     return dataclasses.replace(subject, logits=logits, parts=inside, without=without)
 
 
-def with_flops(subject, model):
-    """The `Subject` with FLOPs: the ledger of the model, and the products of the traced program."""
-
-    def claimed(tokens_BT):
-        batch, length = tokens_BT.shape
-        return batch * sum(model.ledger(length, "causal").nominal.values())
-
-    def count(function):
-        return flops.executed(model, subject.length, len(random_tokens(subject, 0)), train=False)
-
-    return dataclasses.replace(subject, claimed_flops=claimed, count_flops=count)
-
-
-def with_work(subject, model):
-    """The `Subject` with the number of tokens that routed blocks compute, and admit, in decoding;
-    unchanged without such blocks."""
+def counted_work(subject, model):
+    """`Subject.work` in tokens that routed blocks compute and admit; None without such blocks."""
     routed = {
         path: ROUTED_METHODS[spec.routing.target]
         for path, spec in model.blocks().items()
         if spec.routing is not None and spec.routing.kind == "mod"
     }
     if not routed:
-        return subject
+        return None
     ran = []
 
     def count(next_function, args, kwargs, context):
@@ -171,7 +166,7 @@ def with_work(subject, model):
             claimed.append(admitted(cache) - before)
         return executed, claimed
 
-    return dataclasses.replace(subject, work=work)
+    return work
 
 
 def of_run(workdir, text=None, dtype="float32"):
