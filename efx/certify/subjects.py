@@ -248,11 +248,12 @@ def of_transformers(folder, trust_remote_code=False, text=None, dtype="float32")
     """The `Subject` of a folder that transformers loads."""
     try:
         from efx.certify import torch_models
+
+        return torch_models.of_folder(folder, trust_remote_code, text, dtype)
     except ImportError as error:
         raise UsageError(
             f"{folder}: this needs {extra('interop')}: {error.name} is not installed"
         ) from None
-    return torch_models.of_folder(folder, trust_remote_code, text, dtype)
 
 
 def of_target(target, vocab_size=None, trust_remote_code=False, text=None, dtype="float32"):

@@ -66,7 +66,7 @@ def test_a_module_that_stands_in_no_layer_is_refused(tmp_path):
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Packages whose import name is not their name in a registry.
 INSTALLED_AS = {"absl": "absl-py", "orbax": "orbax-checkpoint", "sklearn": "scikit-learn"}
-WITH_EXTRA = ("lm_eval.py", "modeling_efx.py")
+WITH_EXTRA = ("lm_eval.py", "modeling_efx.py", "torch_models.py")
 
 
 def imported(tree, everywhere):
@@ -83,7 +83,7 @@ def imported(tree, everywhere):
 
 
 def test_extras_are_imported_where_used():
-    """Only studies, lm_eval.py and modeling_efx.py need an extra to be imported."""
+    """Only studies and `WITH_EXTRA` need an extra to be imported."""
     extras = sum(PROJECT["optional-dependencies"].values(), [])
     base = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
     more = {canonicalize_name(Requirement(line).name) for line in extras}
