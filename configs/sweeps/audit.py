@@ -25,7 +25,7 @@ def control(score, **settings):
 
 THRESHOLD = routed(causal_decision="threshold")
 RECURSION = THRESHOLD | routed(kind="recursion", gate="sigmoid")
-# Changes of `mod:paper`: gate "identity", keys of selected tokens, capacity 12.5% in blocks 1, 3, 5.
+# Changes of `mod:paper`: gate "identity", keys of selected tokens, 12.5% of them in blocks 1, 3, 5.
 METHODS = {
     "MoD (paper)": {},
     "MoD, threshold": THRESHOLD,
@@ -61,4 +61,5 @@ def get_sweep():
         runs={name: SIZE | changes for name, changes in runs.items()},
         columns={"routed off costs": "eval/router/worth", "routed": "eval/router/routed_fraction"},
         depth=(HALF, FULL),
+        certify=True,
     )
