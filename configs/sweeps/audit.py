@@ -57,7 +57,7 @@ def get_sweep():
         seeds=(0, 1, 2, 3),
         equal="tokens",
         runs={name: {"model.depth": 6} | changes for name, changes in runs.items()},
-        columns={"routed off costs": "eval/router/worth", "routed": "eval/router/routed_fraction"},
+        columns={"worth": "eval/router/worth", "routed": "eval/router/routed_fraction"},
         depth=(HALF, FULL),
         certify=True,
     )
