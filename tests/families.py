@@ -168,6 +168,8 @@ FAMILIES = {
     ),
     "mod_stochastic": _control("stochastic"),
     "mod_fixed": _control("position", every=1),
+    "mod_norm": _mod((), depth_routing=dict(score="norm", causal_decision="threshold", gate="one")),
+    "mod_gumbel": _mod((), depth_routing=dict(score="gumbel", causal_decision="threshold")),
     "mod_threshold": _mod(
         (),
         False,

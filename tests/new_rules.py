@@ -1,4 +1,4 @@
-"""Scores, a selection, a gate and a decision that efx does not know by name, for tests of what all
+"""A score, a selection, a gate and a decision that efx does not know by name, for tests of what all
 have. A test module imports the fixture `new_rules`."""
 
 from typing import ClassVar
@@ -14,15 +14,8 @@ from efx.parallel.sharding import parameter
 from efx.routing import decisions
 from efx.routing.config import DepthRoutingConfig
 from efx.routing.gates import GATES
-from efx.routing.scores import SCORES, Router, Score
+from efx.routing.scores import SCORES, Score
 from efx.routing.selections import SELECTIONS, Selection
-
-
-class Norm(Score):
-    """The norm of the hidden state: without parameters."""
-
-    def __call__(self, x_BTD, call):
-        return jnp.linalg.norm(x_BTD.astype(jnp.float32), axis=-1)
 
 
 class Probe(Score):
@@ -34,15 +27,6 @@ class Probe(Score):
     def __call__(self, x_BTD, call):
         point_D = parameter(self, "point", nn.initializers.ones, (self.width,), ("norm",))
         return jnp.linalg.norm(x_BTD.astype(jnp.float32) - point_D[None, None], axis=-1)
-
-
-class GumbelRouter(Router):
-    """Top-k of these samples without replacement."""
-
-    @nn.compact
-    def __call__(self, x_BTD, call):
-        noise_BT = -jnp.log(-jnp.log(jnp.maximum(self.uniform(call), 1e-30)))
-        return super().__call__(x_BTD, call) + noise_BT
 
 
 def first_tokens(scores_BT, rate, valid_BT, segment_ids_BT):
@@ -62,8 +46,7 @@ class Drawn(decisions.Decision):
 def new_rules(monkeypatch):
     for name in ("score", "train_selection", "gate", "causal_decision"):
         monkeypatch.setitem(schema._hints(DepthRoutingConfig), name, str)
-    for name, score in (("norm", Norm), ("probe", Probe), ("gumbel", GumbelRouter)):
-        monkeypatch.setitem(SCORES, name, score)
+    monkeypatch.setitem(SCORES, "probe", Probe)
     monkeypatch.setitem(SELECTIONS, "first", Selection(first_tokens))
     monkeypatch.setitem(GATES, "softplus", jax.nn.softplus)
     monkeypatch.setitem(decisions.DECISIONS, "drawn", Drawn)

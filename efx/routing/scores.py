@@ -6,9 +6,13 @@
                 as in Hash Layers (Roller et al. 2021, arXiv 2106.04426)
     stochastic  random numbers, drawn afresh for every block, row and batch (Raposo et al. 2024,
                 section 3.4)
+    gumbel      r = x w + Gumbel noise: top-k samples tokens without replacement (Kool et al. 2019,
+                arXiv 1903.06059)
+    norm        log |x|, without parameters: large where the blocks below changed the stream most
 
-The last three are controls: they have no parameters and do not read the activations. About the
-fraction `capacity` of their scores is positive, so thresholds start close to their final values.
+`position`, `token_hash` and `stochastic` are controls: they have no parameters and do not read the
+activations. About the fraction `capacity` of their scores is positive, so thresholds start close to
+their final values.
 
 A new score is a subclass of `Score` and an entry of `SCORES`. The score of a token must depend on
 that token and its `TokenContext` alone, because decoding has no others.
@@ -129,11 +133,29 @@ class Stochastic(Score):
         return self.uniform(call) - (1.0 - self.capacity)
 
 
+class GumbelRouter(Router):
+    """A router with noise in evaluation and sampling too: the threshold is of noisy scores."""
+
+    @nn.compact
+    def __call__(self, x_BTD, call):
+        noise_BT = -jnp.log(-jnp.log(jnp.maximum(self.uniform(call), 1e-30)))
+        return super().__call__(x_BTD, call) + noise_BT
+
+
+class Norm(Score):
+    """Logarithm of the norm of x: blocks add to the stream, so its norm changes with depth."""
+
+    def __call__(self, x_BTD, call):
+        return jnp.log(1e-6 + jnp.linalg.norm(x_BTD.astype(jnp.float32), axis=-1))
+
+
 SCORES = {
     "router": Router,
     "position": Position,
     "token_hash": TokenHash,
     "stochastic": Stochastic,
+    "gumbel": GumbelRouter,
+    "norm": Norm,
 }
 
 

@@ -9,7 +9,8 @@ A sweep file is plain data: `get_sweep()` returns
          equal="flops",                            # or "tokens", or "", see below
          runs={"name": {"model.depth": 8}, ...},   # changed settings; "config" is another file
          columns={"title": "metric", ...},         # of metrics.jsonl, or "first|second|..."
-         depth=("name", "name"))                   # optional: runs of half and of full depth
+         depth=("name", "name"),                   # optional: runs of half and of full depth
+         certify=True)                             # optional: a column of `efx.certify`
 
 With equal="flops" or "tokens", the first run trains before the others, and all get as many FLOPs or
 tokens as it used; with "" the settings decide. Every command line is checked before the first run.
@@ -23,6 +24,9 @@ With `depth` the table has the price of depth at equal tokens (SPEC section 8): 
 part of the gain of full depth over half depth that a model recovers, with its 95% interval, and
 `cost`, its part of their difference in FLOPs. Routed depth pays where recovered exceeds cost.
 WORKDIR/price.csv has the same and the means of all columns by name, and price.png shows it.
+
+With `certify` the model of the first seed of each name is held to the properties of `efx.certify`;
+the column names those that it fails.
 """
 
 import math
@@ -66,7 +70,7 @@ def load_file(kind, source, keys, optional=()):
 
 def load_sweep(source):
     """Return the checked dict of a sweep file."""
-    sweep = load_file("sweep", source, KEYS, optional=("depth",))
+    sweep = load_file("sweep", source, KEYS, optional=("depth", "certify"))
     check_seeds(f"--sweep={source}", sweep["seeds"])
     runs, columns = sweep["runs"], sweep["columns"]
     if (
@@ -119,8 +123,29 @@ def equal_budget(sweep, first):
     return f"--config.steps={steps}", "--config.train_flops=0"
 
 
-def table_of(results, sweep):
-    """Return (one row for each run, Markdown with mean and deviation over seeds)."""
+def failed_properties(runs):
+    """Return {name: the properties of `efx.certify` that the run fails, or "pass"}."""
+    from efx import certify
+
+    verdicts = {}
+    for run in runs:
+        print(f"== certify {run.name}", flush=True)
+        try:
+            results = list(certify.certify(certify.of_run(run.folder)))
+            failed = [result.name for result in results if result.verdict == certify.FAIL]
+            verdict = ", ".join(failed) or "pass"
+        except UsageError as error:  # such as logits that are not finite
+            verdict = str(error)
+        verdicts[run.labels["name"]] = verdict
+    return verdicts
+
+
+def table_of(results, sweep, verdicts=None):
+    """Return (one row for each run, Markdown with mean and deviation over seeds).
+
+    Args:
+      verdicts: {name: text} of a last column, see `failed_properties`.
+    """
     columns = dict(COLUMNS)
     if "seconds" in results and results["seconds"].isna().any():
         del columns["seconds"]
@@ -142,6 +167,9 @@ def table_of(results, sweep):
         rows.append([name, *cells])
     titles = list(per_run)[2:]
     titles.insert(1, f"minus {first}")
+    if verdicts:
+        titles.append("certify")
+        rows = [[*row, verdicts[row[0]]] for row in rows]
     if "depth" not in sweep:
         return per_run, tables.markdown(["", *titles], rows)
     price = price_of_depth(per_run, *sweep["depth"])
@@ -253,7 +281,9 @@ def study(arguments):
     runs_lib.run_all(runs, arguments.jobs)
     results = runs_lib.results(runs)
     runs_lib.check_comparable(results)
-    per_run, text = table_of(results, sweep)
+    of_first_seed = runs[: len(sweep["runs"])]
+    verdicts = failed_properties(of_first_seed) if sweep.get("certify") else None
+    per_run, text = table_of(results, sweep, verdicts)
     text += f"\n\n`{sweep['config']}`, seeds {', '.join(map(str, sweep['seeds']))}. "
     if len(sweep["seeds"]) > 1:
         text += (
@@ -263,7 +293,10 @@ def study(arguments):
     text += f"{runs_lib.MAY_DIVERGE_NOTE}. Command: `{arguments.command}`\n"
     tables.save(workdir, "table", per_run, text)
     if "depth" in sweep:
-        save_price(workdir, price_of_depth(per_run, *sweep["depth"]), *sweep["depth"])
+        price = price_of_depth(per_run, *sweep["depth"])
+        if verdicts:
+            price["certify"] = pd.Series(verdicts)
+        save_price(workdir, price, *sweep["depth"])
 
 
 def main(argv=None):

@@ -11,9 +11,9 @@ import pytest
 def test_the_tutorial(root, tmp_path):
     pytest.importorskip("pandas", reason="the extra `studies` is not installed")
     blocks = re.findall(r"```python\n(.*?)```", (root / "docs/tutorial.md").read_text(), re.DOTALL)
-    (tmp_path / "growth.py").write_text("\n".join(blocks))
+    (tmp_path / "cosine.py").write_text("\n".join(blocks))
     done = subprocess.run(
-        [sys.executable, "growth.py"], cwd=tmp_path, capture_output=True, text=True, check=False,
+        [sys.executable, "cosine.py"], cwd=tmp_path, capture_output=True, text=True, check=False,
         env=os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

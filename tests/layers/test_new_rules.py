@@ -1,4 +1,4 @@
-"""Scores, a selection, a gate and a decision that no list of efx names have what others have."""
+"""A score, a selection, a gate and a decision that no list of efx names have what others have."""
 
 import inspect
 
@@ -82,7 +82,6 @@ def test_a_decision_of_scanned_layers_draws_for_each_of_them():
 
 # ---- scores and gates --------------------------------------------------------------------------
 
-NEW_SCORES = "norm", "probe", "gumbel"
 PROPERTIES = (
     test_families.test_causal,
     test_families.test_cached_decoding_is_the_full_forward,
@@ -91,16 +90,15 @@ PROPERTIES = (
 )
 
 
-@pytest.mark.parametrize("score", NEW_SCORES)
 @pytest.mark.parametrize("check", PROPERTIES)
-def test_a_model_with_a_new_score_keeps_the_contract(check, score, monkeypatch):
-    changes = {**ROUTED, "depth_routing.score": score, "depth_routing.gate": "softplus"}
-    monkeypatch.setitem(families.FAMILIES, score, families.Family(changes, looks_ahead=True))
-    fixtures = {"name": score, "mesh": "mixed", "monkeypatch": monkeypatch}
+def test_a_model_with_a_new_score_keeps_the_contract(check, monkeypatch):
+    changes = {**ROUTED, "depth_routing.score": "probe", "depth_routing.gate": "softplus"}
+    monkeypatch.setitem(families.FAMILIES, "probe", families.Family(changes, looks_ahead=True))
+    fixtures = {"name": "probe", "mesh": "mixed", "monkeypatch": monkeypatch}
     check(**{name: fixtures[name] for name in inspect.signature(check).parameters})
 
 
-def test_a_new_score_has_parameters_of_its_own():
+def test_parameters_of_a_score():
     of_block = {"attention", "mlp", "norm_attention", "norm_mlp"}
     for score, own in (("norm", set()), ("probe", {"scorer"}), ("gumbel", {"router"})):
         model = families.make({**ROUTED, "depth_routing.score": score})

@@ -155,6 +155,14 @@ def test_the_price_of_depth_is_shown_where_depth_pays(tmp_path):
     assert "depth does not pay" in text and rows["routed"].endswith("|  | 0.50 |")
 
 
+def test_a_table_shows_failed_properties():
+    rows = [{"name": name, "seed": 0, "eval/loss": 1.0, "flops": 1.0} for name in ("a", "b")]
+    verdicts = {"a": "pass", "b": "no look ahead"}
+    _, text = sweep.table_of(pd.DataFrame(rows), {"columns": {}}, verdicts)
+    lines = text.splitlines()
+    assert lines[0].endswith("| certify |") and lines[-1].endswith("| no look ahead |")
+
+
 def test_intervals_of_the_recovered_share_cover_it():
     draw, covered = np.random.default_rng(0), 0
     for _ in range(1000):
