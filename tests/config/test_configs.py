@@ -10,7 +10,7 @@ from refusals import refused
 
 from efx import models
 from efx.config.flags import parse
-from efx.config.load import config_of_run, load_config, to_config
+from efx.config.load import config_of_run, described_configs, load_config, to_config
 from efx.configs import common, mod
 from efx.errors import nearest
 from efx.parallel import sharding
@@ -55,9 +55,9 @@ def test_depth_routing_decides_by_the_threshold():
 @pytest.mark.parametrize("name", NAMES)
 def test_variants_are_documented_and_small_with_smoke(name):
     module = importlib.import_module(f"efx.configs.{name}")
+    assert {*described_configs()[name][1]} == {*module.VARIANTS}
     for variant in module.VARIANTS:
         assert load_config(f"{name}:{variant}")
-        assert f"    {variant} " in module.__doc__ or f":{variant}`" in module.__doc__
         config = load_config(f"{name}:smoke,{variant}")
         assert config.steps <= 60 and config.data.tokenizer in ("bytes", "chars")
         if config.model.family != "bridged":  # made from runs
@@ -109,3 +109,4 @@ def test_misspelt_keys_are_refused_in_a_notebook_and_in_a_run_directory(tmp_path
 
 def test_only_close_names_are_suggested():
     assert not nearest("load", ["mod"]) and "evaluate" in nearest("eval", ["train", "evaluate"])
+    assert not nearest("h100", ["h100", "h200"]) and "'mod'" in nearest("MoD", ["none", "mod"])
