@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS, CONSTRAINTS = ROOT / "requirements.txt", ROOT / "constraints.txt"
-# The line of efx-installed for efx itself; a Docker image installs the requirements before the code.
+# The line of efx-installed for efx itself. A Docker image has the requirements before the code.
 EDITABLE = {f"-e {ROOT}"} if (ROOT / "efx").is_dir() else set()
 
 

@@ -69,7 +69,8 @@ def pytest_configure(config):
     # pytest-xdist reports a missing file as "no tests ran".
     for name in config.args:
         if not (config.invocation_params.dir / name.partition("::")[0]).exists():
-            files = {path.stem: str(path.relative_to(ROOT)) for path in ROOT.glob("tests/*/test_*.py")}
+            tests = ROOT.glob("tests/*/test_*.py")
+            files = {path.stem: str(path.relative_to(ROOT)) for path in tests}
             raise pytest.UsageError(
                 f"{name}: there is no such file or folder"
                 + nearest(pathlib.Path(name).stem, files, files)

@@ -9,7 +9,6 @@ All checks happen here, and nothing is written.
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp

@@ -201,7 +201,7 @@ COMMANDS = [
      " --num_processes=2 --process_id=2", "--process_id=2", "[0, 1]"),
     ("topology missing", "--config=mod --mode=compile", "--topology", "e.g."),
     ("topology misspelt", "--config=mod --mode=compile --topology=v5x:2x2", "v5x", "v5e"),
-    ("topology without sizes", "--config=mod --mode=compile --topology=h100", "=h100", "h100:1x1x8"),
+    ("topology without sizes", "--config=mod --mode=compile --topology=h100", "=h100", ":1x1x8"),
     ("tail for clusters", "--config=mod --workdir=new --mode=cluster", "'tail'", "=documents"),
     ("sample from nothing", "--mode=sample --workdir=no", "--workdir=no", "no such"),
     ("sample from a word", "sample no", "--workdir=no", "no such"),

@@ -145,7 +145,8 @@ def test_the_environment_is_built_once_and_kept_up_to_date(tmp_path):
     (tree / "efx").mkdir()
     (tree / "build.py").write_text(BUILD)
     backend = '[build-system]\nrequires = []\nbuild-backend = "build"\nbackend-path = ["."]\n'
-    (tree / "pyproject.toml").write_text(f'{backend}[project]\nname = "efx"\nversion = "1"\n{extras}')
+    project = '[project]\nname = "efx"\nversion = "1"\n'
+    (tree / "pyproject.toml").write_text(backend + project + extras)
     python = tree / ".venv/bin/python"
     no_index = dict(PIP_CONFIG_FILE=os.devnull, PIP_NO_INDEX=1, PIP_FIND_LINKS=wheels)
     no_index |= dict(UV_NO_INDEX=1, UV_FIND_LINKS=wheels, EFX_WHEELS=wheels)

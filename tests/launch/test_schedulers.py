@@ -123,7 +123,8 @@ def test_slurm_starts_one_process_per_gpu_with_all_cores_of_its_task(machine):
 def test_slurm_job_outside_of_slurm_runs_nothing(machine):
     one_error(machine.call(SBATCH), "sbatch", "--dry-run")
     printed = machine.call(SBATCH, "--dry-run", "--config=a b").stdout
-    assert re.search(r"^sbatch .* --config=a\\ b", printed) and re.search(r"(?m)^env .*srun ", printed)
+    assert re.search(r"^sbatch .* --config=a\\ b", printed)
+    assert re.search(r"(?m)^env .*srun ", printed)
     assert machine.starts() == [] and not list(machine.slurm.glob("s[cr]*"))
 
 
