@@ -36,7 +36,7 @@ Variants:
                     and one third of the tokens, at the compute of eight dense blocks
     router_only     trains only the routers of a dense run: add --config.init.run=runs/dense
     predictor_only  trains only a predictor of an MoD run: add --config.init.run=runs/mod
-    60m             58M parameters with 32,000 ids, 20 tokens a parameter at 2,048; docs/guide.md has
+    60m             58M parameters with 32,000 ids, for 20 tokens each at 2,048; docs/guide.md has
                     the recipes and hours
     350m            369M parameters
     1300m           1.3B parameters, layers scanned

@@ -3,6 +3,7 @@
 import importlib
 import json
 import pathlib
+import re
 import typing
 
 import pytest
@@ -13,6 +14,7 @@ from efx.config.flags import parse
 from efx.config.load import config_of_run, described_configs, load_config, to_config
 from efx.configs import common, mod
 from efx.errors import nearest
+from efx.layers import flops
 from efx.parallel import sharding
 from efx.routing.config import DepthRoutingConfig
 from efx.train import optim
@@ -62,6 +64,31 @@ def test_variants_are_documented_and_small_with_smoke(name):
         assert config.steps <= 60 and config.data.tokenizer in ("bytes", "chars")
         if config.model.family != "bridged":  # made from runs
             assert build(config)[1] < 5e11
+
+
+@pytest.mark.parametrize("size", common.SIZES)
+def test_the_guide_has_recipe_and_hours_of_a_size(size):
+    guide = (FOLDER.parent / "docs/guide.md").read_text()
+    (row,) = re.findall(rf"(?m)^\| `llama:{size}` \|.*$", guide)
+    _, parameters, shape, steps, rate, warmup, *times = [x.strip() for x in row.split("|")[1:-1]]
+    hours = []
+    for name in ("llama", "mod"):
+        config = load_config(f"{name}:{size}")
+        c, model = (
+            config.data,
+            models.build(config.model, vocab_size=32_000, context=2048, dtype=config.train.dtype),
+        )
+        cost = config.steps * model.ledger(c.seq_len).train_flops(c.batch_size * c.seq_len)
+        hours.append(cost / (0.4 * 989e12) / 3600)
+        count = flops.count_params(models.unboxed_shapes(model)["params"])
+        assert f"{count / 1e6:,.0f}M" == parameters
+        assert f"{config.model.width:,}, {config.model.depth}" == shape
+        assert f"{config.steps:,} of {c.batch_size * c.seq_len:,}" == steps
+        assert config.optim.learning_rate == float(rate.strip("`"))
+        assert f"{config.optim.schedule.warmup_steps:,} steps" == warmup
+        assert abs(config.steps * c.batch_size * c.seq_len / count - 20) < 0.5
+    words = [f"{60 * h:.0f} minutes" if h < 1 else f"{h:.0f} hours" for h in hours]
+    assert words == times
 
 
 def test_variants_combine_in_any_order_unless_they_disagree():
