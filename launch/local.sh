@@ -9,8 +9,9 @@
 #   ./launch/local.sh sample runs/gpt2                    # words as of efx.main: no defaults
 #
 # Creates .venv with the command efx the first time (options: environment.sh), then runs
-# `python -m efx.main` with all arguments; --config and --workdir have defaults. Run again, it resumes. It works from any folder:
-# the defaults are in the repository, other paths relative to the current folder.
+# `python -m efx.main` with all arguments; --config and --workdir have defaults. Run again, it
+# resumes. It works from any folder: the defaults are in the repository, other paths relative to the
+# current folder.
 set -euo pipefail
 
 root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -34,7 +35,7 @@ config="$(value config "$@")" workdir="$(value workdir "$@")" mode="$(value mode
 defaults=()
 # An imported or converted model is not that of the config's name, so it has no default directory.
 case "$mode" in import | convert) new=yes ;; *) new='' ;; esac
-case "${1:--}" in -*) ;; *) new=yes mode=words ;; esac
+case "${1:--}" in -*) ;; *) new=yes mode=words ;; esac # of a MODE or RUN
 if [ -z "$workdir$new" ]; then
   # configs/gpt2.py:smoke and gpt2:smoke run in runs/gpt2-smoke
   name="$(basename -- "${config:-mod.py}")"

@@ -140,8 +140,8 @@ def _initial_config(values):
     is_run = workdir is not None and _is_run(workdir)
     if not is_run and values.mode in ("train", "compose", "cluster", "compile"):
         raise UsageError(
-            "--config is missing: a config file, e.g. --config configs/mod.py "
-            "(or --workdir of an existing run)"
+            "--config is missing: a config, e.g. --config mod (--list prints all), or the "
+            "--workdir of an existing run"
         )
     if workdir is None:
         raise UsageError("--workdir is missing: a run directory, e.g. --workdir runs/mod")
