@@ -156,7 +156,7 @@ def test_the_environment_is_built_once_and_kept_up_to_date(tmp_path):
         return call(*command, cwd=tmp_path, EFX_PYTHON=sys.executable, **no_index, **env)
 
     def imports(module):
-        return call(python, "-c", f"import {module}").returncode == 0
+        return call(python, "-c", f"import {module}", cwd=tmp_path).returncode == 0
 
     with ThreadPoolExecutor() as pool:
         first = pool.submit(build)
