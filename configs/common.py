@@ -106,3 +106,52 @@ ACCELERATOR_SMOKE = {
     "train.accumulation": 1,
     "train.loss_chunk": 0,
 }
+
+# Decoders with so many parameters at 2,048 tokens, for 20 tokens a parameter. The recipe is a usual
+# one: AdamW, a weight decay of 0.1, clipping at 1, cosine decay to a tenth.
+_SIZE = {
+    **ACCELERATOR,
+    "data.tokenizer": "bpe:32000",
+    "data.seq_len": 2048,
+    "model.preset": "llama",
+    "checkpoint.every": 1000,
+    "evaluate.every": 1000,
+    "evaluate.max_batches": 64,
+    "sample.every": 1000,
+}
+SIZES = {
+    "60m": {
+        **_SIZE,
+        "steps": 4_500,
+        "data.batch_size": 128,
+        "train.accumulation": 4,
+        "model.width": 512,
+        "model.depth": 8,
+        "model.attention.num_heads": 8,
+        "optim.learning_rate": 1e-3,
+        "optim.schedule.warmup_steps": 450,
+    },
+    "350m": {
+        **_SIZE,
+        "steps": 14_000,
+        "data.batch_size": 256,
+        "train.accumulation": 16,
+        "model.width": 1024,
+        "model.depth": 24,
+        "model.attention.num_heads": 16,
+        "optim.learning_rate": 6e-4,
+        "optim.schedule.warmup_steps": 1000,
+    },
+    "1300m": {
+        **_SIZE,
+        "steps": 25_600,
+        "data.batch_size": 512,
+        "train.accumulation": 64,
+        "model.width": 2048,
+        "model.depth": 24,
+        "model.attention.num_heads": 16,
+        "model.scan_layers": True,
+        "optim.learning_rate": 3e-4,
+        "optim.schedule.warmup_steps": 2000,
+    },
+}

@@ -6,8 +6,10 @@
 12 layers, 768 wide, learned positions, LayerNorm, tied output layer; 124,475,904 parameters with
 the vocabulary padded to a multiple of 64 columns (124,439,808 at 50,257). About 0.5M tokens a step
 in 20 micro-batches of 24 sequences, the batch of nanoGPT's recipe for OpenWebText, whose published
-loss is 2.85 after 600,000 steps (8 x A100, about 4 days). `configs/gpt2.py:smoke` is a one-minute
-CPU run of the same code.
+loss is 2.85 after 600,000 steps (8 x A100, about 4 days).
+
+Variants:
+    smoke    a minute on a CPU
 """
 
 from efx.configs import common

@@ -4,7 +4,14 @@
         --config.data.source=text:PATH
 
 The size of a 124M GPT-2 in the Llama style; compare with `configs/mod.py` at equal FLOPs by
-`--config.train_flops`. `configs/llama.py:smoke` is a one-minute CPU run of the same code.
+`--config.train_flops`.
+
+Variants:
+    smoke    a minute on a CPU
+    60m      58M parameters with 32,000 ids, 20 tokens a parameter at 2,048; docs/guide.md has the
+             recipes and hours
+    350m     369M parameters
+    1300m    1.3B parameters, layers scanned
 """
 
 from efx.configs import common
@@ -14,6 +21,7 @@ VARIANTS = {
         **common.ACCELERATOR_SMOKE,
         "model.attention.num_kv_heads": 2,
     },
+    **{name: {**size, "model.attention.num_kv_heads": 0} for name, size in common.SIZES.items()},
 }
 
 

@@ -36,6 +36,10 @@ Variants:
                     and one third of the tokens, at the compute of eight dense blocks
     router_only     trains only the routers of a dense run: add --config.init.run=runs/dense
     predictor_only  trains only a predictor of an MoD run: add --config.init.run=runs/mod
+    60m             58M parameters with 32,000 ids, for 20 tokens each at 2,048; docs/guide.md has
+                    the recipes and hours
+    350m            369M parameters
+    1300m           1.3B parameters, layers scanned
 
 The default takes some minutes on 2 CPU cores.
 """
@@ -59,7 +63,7 @@ PUBLISHED = {
     "optim.router_rate": 1.0,
 }
 VARIANTS = {
-    "smoke": common.SMOKE,
+    "smoke": common.ACCELERATOR_SMOKE,
     "quick": {
         "steps": 400,
         "optim.name": "muon",
@@ -97,6 +101,7 @@ VARIANTS = {
         "init.missing": params_pattern("predictor"),
         "optim.frozen": rf"(?!{params_pattern('predictor')}$).*",
     },
+    **common.SIZES,
 }
 
 

@@ -36,7 +36,14 @@ GPUS = {
     "h100": ("NVIDIA H100 80GB HBM3", 84_942_979_072, 3_352_000_000_000),
     "h200": ("NVIDIA H200 141GB HBM3e", 151_397_597_184, 4_800_000_000_000),
 }
-_EXAMPLES = "v5e:16x16, v5p:4x4x4, v6e:16x16, h100:1x8x8 (slices x hosts x GPUs), h200:1x1x8"
+# Of GPUs: slices x hosts x GPUs.
+_EXAMPLES = {
+    "v5e": "v5e:16x16",
+    "v5p": "v5p:4x4x4",
+    "v6e": "v6e:16x16",
+    "h100": "h100:1x1x8",
+    "h200": "h200:1x1x8",
+}
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 _COLUMNS = ("needed", "arguments", "temporaries", "outputs", "code", "held")
 
@@ -316,10 +323,11 @@ def describe(name):
     Raises: UsageError if there is none of this name, or its compiler is not installed.
     """
     chip, _, sizes = name.partition(":")
+    examples = f"{', '.join(_EXAMPLES.values())} (GPUs: slices x hosts x GPUs)"
     numbers = r"[1-9]\d*(x[1-9]\d*)+" if chip in TPUS else r"[1-9]\d*(x[1-9]\d*){2}"
     if chip not in (*TPUS, *GPUS) or not re.fullmatch(numbers, sizes):
-        hint = nearest(chip, (*TPUS, *GPUS))
-        raise UsageError(f"--topology={name}: expected CHIP:SIZES, such as {_EXAMPLES}{hint}")
+        hint = nearest(chip, _EXAMPLES, _EXAMPLES)
+        raise UsageError(f"--topology={name}: expected CHIP:SIZES, such as {examples}{hint}")
     try:
         found, limit = _tpus(name) if chip in TPUS else _gpus(chip, sizes)
     except NotImplementedError as error:
@@ -329,7 +337,7 @@ def describe(name):
         ) from error
     except Exception as error:  # of the compilers
         reason = " ".join(str(error).split())
-        raise UsageError(f"--topology={name}: {reason}; use sizes such as {_EXAMPLES}") from error
+        raise UsageError(f"--topology={name}: {reason}; use sizes such as {examples}") from error
     return tuple(found.devices), int(limit)
 
 

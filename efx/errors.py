@@ -45,11 +45,15 @@ def extra(name):
 def nearest(name, known, shown=None):
     """Return " (did you mean 'x'?)" for the most similar of `known`, or "" if none is similar.
 
+    Case does not count. The suggestion for a name that is itself known would be the name.
+
     Args:
       shown: {name: text to suggest for it}; by default the name itself.
     """
-    keys = {str(key).lstrip("-"): str(key) for key in known}
-    name = str(name).lstrip("-")
+    if shown is None and name in known:
+        return ""
+    keys = {str(key).lstrip("-").lower(): str(key) for key in known}
+    name = str(name).lstrip("-").lower()
     similar = difflib.get_close_matches(name, keys, n=1)
     similar = similar or [key for key in keys if len(name) > 2 and key.startswith(name)]
     if not similar:

@@ -1,12 +1,17 @@
-"""Command line: `efx --config mod --workdir runs/mod`, or `python -m efx.main`.
+"""Command line: `efx [MODE] [RUN] [flags]`, or `python -m efx`.
 
---mode=train (default) trains, or resumes the run in --workdir. compose writes the run directory of
-a model composed of other runs, import that of a pretrained model in Hugging Face's format
-(--from=DIR), convert that of a dense run with routed blocks (--from=RUN --to=mod), each at step 0.
-export writes a run in Hugging Face's format (--to=DIR). evaluate, sample and export read the config
-and tokenizer of the run in --workdir and need no --config. cluster clusters the documents of the
-config's text, for cBTM. compile compiles the programs of a run for accelerators that need not be
-there (--topology=v5e:16x16 or h100:1x8x8), and prints whether they fit; it needs no --workdir.
+    efx --config mod:smoke --workdir runs/smoke
+    efx sample runs/smoke --prompt "def "
+    efx --config mod:smoke,dense --workdir runs/dense --config.model.depth=2
+
+MODE is the same as --mode=MODE, and RUN as --workdir=RUN. train (default) trains, or resumes the
+run in --workdir. compose writes the run directory of a model composed of other runs, import that of
+a pretrained model in Hugging Face's format (--from=DIR), convert that of a dense run with routed
+blocks (--from=RUN --to=mod), each at step 0. export writes a run in Hugging Face's format
+(--to=DIR). evaluate, sample and export read the config and tokenizer of the run in --workdir and
+need no --config. cluster clusters the documents of the config's text, for cBTM. compile compiles
+the programs of a run for accelerators that need not be there (--topology=v5e:16x16 or h100:1x8x8),
+and prints whether they fit; it needs no --workdir.
 
 Any setting is `--config.<key>=<value>`. A config is a file, `configs/mod.py`, or the name of a
 config of efx, `mod`; `mod:smoke` selects a variant, and commas join several.
@@ -124,6 +129,8 @@ def _check_flags(values):
     for name, modes in _MODES_OF_FLAGS.items():
         if values[name].value is not None and mode not in modes:
             raise UsageError(f"--{name} goes with --mode={' or '.join(modes)}, not {mode}")
+    if values.prompt == "":
+        raise UsageError("--prompt is empty: text to continue, e.g. --prompt 'def '")
     if mode in ("train", "compose") and run_dir.RunDir(workdir).has_clustering:
         raise UsageError(
             f"--workdir={workdir} has a clustering; its runs are in directories below it: "

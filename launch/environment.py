@@ -2,10 +2,10 @@
 
     python launch/environment.py VENV [EXTRA,EXTRA...]
 
-environment.sh finds a Python for it. Installs requirements.txt, and the extras in the versions of
-constraints.txt. Messages go to stderr. VENV/efx-installed lists the installed requirements: nothing
-is installed while it has all that are needed. The tasks of an array job start together: one process
-installs, and the others wait for VENV.lock.
+environment.sh finds a Python for it. Installs requirements.txt, the extras in the versions of
+constraints.txt, and this checkout's efx, editable. Messages go to stderr. VENV/efx-installed lists
+the installed requirements: nothing is installed while it has all that are needed. The tasks of an
+array job start together: one process installs, and the others wait for VENV.lock.
 """
 
 import contextlib
@@ -19,6 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS, CONSTRAINTS = ROOT / "requirements.txt", ROOT / "constraints.txt"
+# The line of efx-installed for efx itself. A Docker image has the requirements before the code.
+EDITABLE = {f"-e {ROOT}"} if (ROOT / "efx").is_dir() else set()
 
 
 def fail(message, status=1):
@@ -61,11 +63,13 @@ def create(venv):
 
 
 def install(python, extras):
-    """Install the requirements with uv, if it is there, or pip."""
+    """Install the requirements and efx with uv, if it is there, or pip."""
     command = [python, "-m", "pip", "install", "-qq", "--no-compile"]
     if shutil.which("uv"):
         command = ["uv", "pip", "install", "-q", "--python", python]
     run(*command, "-r", REQUIREMENTS, "-c", CONSTRAINTS, *extras)
+    if EDITABLE:  # built by the pinned setuptools, without another download
+        run(*command, "--no-deps", "--no-build-isolation", "-e", ROOT)
     # pip compiles on one core, this on all. A file that does not compile does no harm.
     compile_all = [python, "-m", "compileall", "-qq", "-j0", "-x", "/tests/"]
     subprocess.run([*compile_all, python.parent.parent / "lib"], stdout=sys.stderr)
@@ -74,7 +78,7 @@ def install(python, extras):
 def main(venv, names):
     venv = Path(venv).absolute()
     pins, extras = requirements(names)
-    stamp, wanted = venv / "efx-installed", pins | extras
+    stamp, wanted = venv / "efx-installed", pins | extras | EDITABLE
     # Without the lock first: an installed environment may be on a read-only file system.
     if not wanted <= (installed(venv) or set()):
         venv.parent.mkdir(parents=True, exist_ok=True)
@@ -88,8 +92,10 @@ def main(venv, names):
                     create(venv)
                 stamp.unlink(missing_ok=True)  # the installation may fail
                 install(venv / "bin/python", extras)
-                # Earlier extras remain installed unless the pins have changed.
+                # Earlier extras remain installed unless the pins have changed; of several
+                # checkouts only the last one's efx does.
                 earlier = before if before and pins <= before else set()
+                earlier = {line for line in earlier if not line.startswith("-e ")}
                 stamp.write_text("\n".join(sorted(wanted | earlier)))
     print(venv / "bin/python")
 

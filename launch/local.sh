@@ -6,10 +6,12 @@
 #   ./launch/local.sh --config.steps=100 --workdir /tmp/a # any flag of efx.main
 #   ./launch/local.sh --workdir runs/gpt2                 # resumes a run, with its own config
 #   ./launch/local.sh --mode=sample --prompt "def "       # what runs/mod has learnt
+#   ./launch/local.sh sample runs/gpt2                    # words as of efx.main: no defaults
 #
-# Creates .venv the first time (options: environment.sh), then runs `python -m efx.main` with all
-# arguments; --config and --workdir have defaults. Run again, it resumes. It works from any folder:
-# the defaults are in the repository, other paths relative to the current folder.
+# Creates .venv with the command efx the first time (options: environment.sh), then runs
+# `python -m efx.main` with all arguments; --config and --workdir have defaults. Run again, it
+# resumes. It works from any folder: the defaults are in the repository, other paths relative to the
+# current folder.
 set -euo pipefail
 
 root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -33,6 +35,7 @@ config="$(value config "$@")" workdir="$(value workdir "$@")" mode="$(value mode
 defaults=()
 # An imported or converted model is not that of the config's name, so it has no default directory.
 case "$mode" in import | convert) new=yes ;; *) new='' ;; esac
+case "${1:--}" in -*) ;; *) new=yes mode=words ;; esac # of a MODE or RUN
 if [ -z "$workdir$new" ]; then
   # configs/gpt2.py:smoke and gpt2:smoke run in runs/gpt2-smoke
   name="$(basename -- "${config:-mod.py}")"

@@ -24,6 +24,8 @@ import families
 import jax
 import pytest
 
+from efx.errors import nearest
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Traced programs are millions of objects, which the collector would look through again and again.
@@ -64,6 +66,15 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # pytest-xdist reports a missing file as "no tests ran".
+    for name in config.args:
+        if not (config.invocation_params.dir / name.partition("::")[0]).exists():
+            tests = ROOT.glob("tests/*/test_*.py")
+            files = {path.stem: str(path.relative_to(ROOT)) for path in tests}
+            raise pytest.UsageError(
+                f"{name}: there is no such file or folder"
+                + nearest(pathlib.Path(name).stem, files, files)
+            )
     name = config.option.family
     if name and name not in families.FAMILIES:
         rows = ", ".join(families.FAMILIES)

@@ -5,8 +5,8 @@ import contextlib
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from efx import io, run_dir
-from efx.config.load import config_of_run, load_config
+from efx import __version__, io, run_dir
+from efx.config.load import config_of_run, described_configs, find_file, load_config
 from efx.config.names import full_name, value_of
 from efx.config.run import default_config
 from efx.errors import UsageError, nearest
@@ -46,6 +46,8 @@ _FLAGS = {
     "num_processes": (_NUMBER, None, "Number of processes."),
     "process_id": (_NUMBER, None, "Number of this process, from 0."),
     "cpu_devices": (_NUMBER, 0, "Present the CPU as this many devices."),
+    "list": (_SWITCH, False, "Print the configs of efx with their variants."),
+    "version": (_SWITCH, False, "Print the version."),
 }
 # Flags that a mode requires: {mode: {flag: its meaning}}.
 _REQUIRED = {
@@ -62,9 +64,10 @@ _EXPECTED = {
 
 
 def parse(argv, usage="", config_for=None):
-    """Parsed flags; `config` is the ConfigDict with all changes. None after --help.
+    """Parsed flags; `config` is the ConfigDict with all changes. None after --help and the like.
 
-    Without --config the config is that of the run in --workdir.
+    Without --config the config is that of the run in --workdir. The words of `efx MODE RUN`, either
+    of which may be left out, are --mode and --workdir.
 
     Args:
       usage: text that --help prints before the list of flags.
@@ -79,7 +82,11 @@ def parse(argv, usage="", config_for=None):
         print(usage + "\nFlags:\n" + values.get_help("  ", include_special_flags=False))
         return None
     settings = _parse(values, argv, known_only=True)
-    keys = _setting_keys(values, settings)
+    if values.version or values.list:
+        print(f"efx {__version__}" if values.version else _list_of_configs())
+        return None
+    keys, words, settings = _split(values, settings)
+    _read_words(values, words)
     if values.mode not in MODES:
         raise UsageError(
             f"--mode={values.mode}: expected {', '.join(MODES)}{nearest(values.mode, MODES)}"
@@ -99,10 +106,7 @@ def parse(argv, usage="", config_for=None):
         config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=settings)
     unparsed = _parse(values, settings)
     if len(unparsed) > 1:
-        raise UsageError(
-            f"unexpected argument {unparsed[1]!r}: settings are --config.<key>=<value>, config "
-            "files --config=<file>"
-        )
+        raise _unexpected(unparsed[1])
     flags.FLAGS(argv[:1])  # absl's own flags, which some libraries read
     return values
 
@@ -133,22 +137,38 @@ def _initial_config(values):
     if values.config is not None:
         return load_config(values.config)
     workdir = values.workdir
-    is_run = workdir is not None and (io.folder(workdir) / run_dir.CONFIG_FILE).is_file()
+    is_run = workdir is not None and _is_run(workdir)
     if not is_run and values.mode in ("train", "compose", "cluster", "compile"):
         raise UsageError(
-            "--config is missing: a config file, e.g. --config configs/mod.py "
-            "(or --workdir of an existing run)"
+            "--config is missing: a config, e.g. --config mod (--list prints all), or the "
+            "--workdir of an existing run"
         )
     if workdir is None:
         raise UsageError("--workdir is missing: a run directory, e.g. --workdir runs/mod")
     return config_of_run(workdir)
 
 
-def _setting_keys(values, arguments):
-    """Dotted keys of the settings among the arguments; UsageError for any other `--name`."""
-    keys, is_value = [], False  # is_value: whether the next argument may be the last one's value
+def _list_of_configs():
+    lines = []
+    for config, (purpose, variants) in described_configs().items():
+        lines.append(f"{config:<36}{purpose}")
+        lines += [f"  {f'{config}:{name}':<34}{text}" for name, text in variants.items()]
+    return "\n".join(lines)
+
+
+def _split(values, arguments):
+    """(dotted keys of the settings, words, arguments without the words).
+
+    Raises: UsageError for a `--name` that is no setting.
+    """
+    keys, words, others = [], [], arguments[:1]
+    is_value = False  # whether the next argument may be the value of the last one
     for argument in arguments[1:]:
-        if (is_value and not argument.startswith("--")) or not argument.startswith("-"):
+        if not is_value and not argument.startswith("-"):
+            words.append(argument)
+            continue
+        others.append(argument)
+        if is_value and not argument.startswith("--"):
             is_value = False
             continue
         if argument == "--":
@@ -161,7 +181,36 @@ def _setting_keys(values, arguments):
             raise UsageError(f"--{name} is not a flag{hint}")
         keys.append(name.removeprefix("config."))
         is_value = not equals
-    return keys
+    return keys, words, others
+
+
+def _read_words(values, words):
+    """Set --mode and --workdir to the words of the command line; UsageError for others."""
+    words, has_mode = list(words), values["mode"].present
+    if words and words[0] in MODES and not has_mode:
+        values.mode, has_mode = words.pop(0), True
+    if words and values.workdir is None and (has_mode or _is_run(words[0])):
+        values.workdir = words.pop(0)
+    if words:
+        raise _unexpected(words[0])
+
+
+def _is_run(word):
+    return (io.folder(word) / run_dir.CONFIG_FILE).is_file()
+
+
+def _unexpected(word):
+    """The UsageError for a word that is neither a mode nor a run."""
+    hint = nearest(word, MODES)
+    if _is_run(word):
+        hint = " (one run at a time; python -m efx.studies.report RUN... compares runs)"
+    with contextlib.suppress(UsageError):
+        find_file("config", word.partition(":")[0])
+        hint = f" (did you mean '--config={word}'?)"
+    return UsageError(
+        f"unexpected argument {word!r}{hint}: the words are MODE and an existing RUN, as in "
+        "`efx sample runs/mod`; settings are --config.<key>=<value>"
+    )
 
 
 def _check_key(config, key):

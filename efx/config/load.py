@@ -8,6 +8,7 @@ Config files and the command line change a ConfigDict. `to_config` checks it and
 frozen dataclasses that all other code uses.
 """
 
+import ast
 import contextlib
 import functools
 import importlib.util
@@ -16,6 +17,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 
 from efx import configs, io, run_dir
 from efx.config.names import apply, is_mapping, unknown_setting, value_of
@@ -183,6 +185,8 @@ def find_file(kind, path, folder=""):
             return candidate
     suggestions = {}
     if named.parent == pathlib.Path():
+        if kind == "config":
+            suggestions |= _variants_of_configs()
         suggestions |= {name: name for name in _files_with(kind, top / folder)}
     if is_path:
         names = {*_files_with(kind, shipped.parent), *_files_with(kind, named.parent)}
@@ -191,6 +195,24 @@ def find_file(kind, path, folder=""):
     if not is_path:
         problem = f"no {kind} of efx has this name; the path of a file ends in .py"
     raise UsageError(f"--{kind}={path}: {problem}{nearest(named.stem, suggestions, suggestions)}")
+
+
+def described_configs():
+    """{name: (purpose, {variant: its purpose})} of the configs of efx, by their docstrings."""
+    folder, configs_found = pathlib.Path(configs.__path__[0]), {}
+    for name in sorted(_files_with("config", folder)):
+        text = ast.get_docstring(ast.parse((folder / f"{name}.py").read_text()))
+        rows = text.partition("\nVariants:\n")[2]
+        variants = re.findall(r"^    (\w+) +(.*(?:\n {5,}.*)*)", rows, re.MULTILINE)
+        purposes = {variant: " ".join(purpose.split()) for variant, purpose in variants}
+        configs_found[name] = text.splitlines()[0], purposes
+    return configs_found
+
+
+def _variants_of_configs():
+    """{variant: "config:variant"}, of the default config if it has the variant."""
+    found = described_configs()
+    return {v: f"{name}:{v}" for name in (*found, "mod") for v in found[name][1]}
 
 
 def _files_with(kind, folder):

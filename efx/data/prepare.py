@@ -14,6 +14,7 @@ import sys
 
 from efx.config.flags import parse
 from efx.config.load import to_config
+from efx.data import tokenizers
 from efx.data.texts import Texts
 from efx.errors import UsageError
 
@@ -39,8 +40,9 @@ def run(argv):
     if not arguments:
         return
     config_data, shard = arguments
+    tokenizer = tokenizers.pretrained_tokenizer(config_data.tokenizer)
     texts = Texts(config_data)
-    left = texts.prepare(texts.tokenizer(), shard)
+    left = texts.prepare(texts.tokenizer(tokenizer), shard)
     for text in texts.all():
         if text in left:
             log.info("%s: shard %d/%d is done; others are missing", text.name, *shard)

@@ -41,8 +41,13 @@ def load(
         anew, unless its content is the run's.
     """
     c = make(DataConfig, config_data)
+    # Before the text, which takes minutes to read.
+    if tokenizer_path:
+        named = tokenizers.load_tokenizer(tokenizer_path)
+    else:
+        named = tokenizers.pretrained_tokenizer(c.tokenizer)
     texts = Texts(c, splits if tokenizer_path else SPLITS, text_record, is_recorded_text)
-    tokenizer = texts.tokenizer(tokenizer_path)
+    tokenizer = texts.tokenizer(named, tokenizer_path)
     token_splits = {}
     for split, tokens in texts.token_splits(tokenizer).items():
         kind = split.partition("/")[0]
@@ -297,14 +302,14 @@ class Texts:
 
     # ---- tokens ----------------------------------------------------------------------------------
 
-    def tokenizer(self, path=None):
-        """The tokenizer in the file `path`, or else the one that the config names."""
+    def tokenizer(self, tokenizer, path=None):
+        """The tokenizer of the file `path`, or the one that the config names, once it is checked.
+
+        Args:
+          tokenizer: None: it is that of token shards, or has to be trained on the text.
+        """
         texts, spec = self.all(), self._c.tokenizer
-        if path is not None:
-            name, tokenizer = str(path), tokenizers.load_tokenizer(path)
-        else:
-            name = f"config.data.tokenizer={spec!r}"
-            tokenizer = tokenizers.pretrained_tokenizer(spec)
+        name = str(path) if path else f"config.data.tokenizer={spec!r}"
         tokens = [text.shards for text in texts if text.source is None]
         if tokens and tokenizer is None:
             name, tokenizer = _tokenizer_of_shards(tokens[0], name, tokenizers.parse(spec)[0])

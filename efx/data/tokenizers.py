@@ -136,13 +136,25 @@ def pretrained_tokenizer(spec):
         return load_tokenizer(argument)
     if kind != "hf":
         return None
-    import huggingface_hub
-
     try:
-        path = huggingface_hub.hf_hub_download(argument, "tokenizer.json")
+        path = _download_tokenizer(argument)
     except Exception as error:  # the hub's libraries raise many unrelated types
         raise io.unreachable(f"config.data.tokenizer={spec!r}", error) from error
     return load_tokenizer(path)
+
+
+def _download_tokenizer(name):
+    """Path of the tokenizer.json of a repository on the Hub, or of its copy in the cache."""
+    import huggingface_hub as hub
+
+    try:
+        # Fails at once, where the download would try for 20 seconds.
+        hub.get_hf_file_metadata(hub.hf_hub_url(name, "tokenizer.json"))
+    except Exception:
+        if isinstance(cached := hub.try_to_load_from_cache(name, "tokenizer.json"), str):
+            return cached
+        raise
+    return hub.hf_hub_download(name, "tokenizer.json")
 
 
 def load_tokenizer(path):

@@ -74,7 +74,8 @@ class Parser(argparse.ArgumentParser):
         for flag in (argument.partition("=")[0] for argument in argv):
             # Checked first: argparse would complain about required flags instead.
             if flag.startswith("--") and flag not in (*flags, "--help", "--"):
-                self.error(f"{flag} is not a flag{nearest(flag, flags)}")
+                usage = " ".join(self.format_usage().split())
+                self.error(f"{flag} is not a flag{nearest(flag, flags)}; {usage}")
         return super().parse_args(argv)
 
     def error(self, message):

@@ -9,7 +9,6 @@ All checks happen here, and nothing is written.
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -333,11 +332,12 @@ def _warn_of_changed_schedule(config, run, steps):
     reached, before = run.step, run.meta.get("last_step", steps)
     if steps == before or reached >= steps:
         return
-    old, new = (float(optim.make_schedule(config.optim, n)(reached)) for n in (before, steps))
-    if not math.isclose(old, new, rel_tol=1e-5):
+    rates = (float(optim.make_schedule(config.optim, n)(reached)) for n in (before, steps))
+    old, new = (f"{rate:.3g}" for rate in rates)
+    if old != new:
         warn(
             f"the run has {steps} steps instead of {before}, so the schedule changes the learning "
-            f"rate at step {reached} to {new:.3g} instead of {old:.3g}"
+            f"rate at step {reached} to {new} instead of {old}"
         )
 
 

@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ import jax
 import pytest
 from run_files import TINY
 
+import efx
 from efx import main
 from efx.config.flags import parse
 from efx.config.load import config_of_run, load_config
@@ -123,12 +125,36 @@ def test_a_value_may_look_like_a_flag():
     assert values.distributed is False
 
 
+def test_words_are_the_mode_and_the_run(run):
+    for argv, expected in (
+        (["sample", f"{run}", "--prompt=x"], ("sample", f"{run}", 2)),
+        (["--mode=evaluate", "--config.steps", "3", f"{run}"], ("evaluate", f"{run}", 3)),
+        ([f"{run}"], ("train", f"{run}", 2)),
+        (["train", "new", "--config=mod:smoke"], ("train", "new", 30)),
+    ):
+        values = parse(["efx", *argv])
+        assert (values.mode, values.workdir, values.config.steps) == expected
+
+
 # ---- exit statuses -----------------------------------------------------------------------------
 
 
 def test_help(capsys):
     assert main.main(["efx", "--help"]) == 0
     assert "--workdir" in capsys.readouterr().out
+    assert main.main(["efx", "--list"]) == 0
+    assert "  mod:dense " in capsys.readouterr().out
+
+
+def test_the_package_is_the_command_and_needs_its_requirements(root):
+    def version(*options):
+        command = [sys.executable, *options, "-m", "efx", "--version"]
+        return subprocess.run(command, cwd=root, capture_output=True, text=True)
+
+    assert version().stdout == f"efx {efx.__version__}\n"
+    bare = version("-S")  # without installed packages
+    assert bare.returncode == 2 and not bare.stdout
+    assert re.fullmatch(r"efx: error: .*\.venv/bin/activate.*\n", bare.stderr)
 
 
 def test_a_full_disk_is_one_line(trained, capsys, tmp_path, monkeypatch, one_device):

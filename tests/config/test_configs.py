@@ -3,6 +3,7 @@
 import importlib
 import json
 import pathlib
+import re
 import typing
 
 import pytest
@@ -10,9 +11,10 @@ from refusals import refused
 
 from efx import models
 from efx.config.flags import parse
-from efx.config.load import config_of_run, load_config, to_config
+from efx.config.load import config_of_run, described_configs, load_config, to_config
 from efx.configs import common, mod
 from efx.errors import nearest
+from efx.layers import flops
 from efx.parallel import sharding
 from efx.routing.config import DepthRoutingConfig
 from efx.train import optim
@@ -55,13 +57,38 @@ def test_depth_routing_decides_by_the_threshold():
 @pytest.mark.parametrize("name", NAMES)
 def test_variants_are_documented_and_small_with_smoke(name):
     module = importlib.import_module(f"efx.configs.{name}")
+    assert {*described_configs()[name][1]} == {*module.VARIANTS}
     for variant in module.VARIANTS:
         assert load_config(f"{name}:{variant}")
-        assert f"    {variant} " in module.__doc__ or f":{variant}`" in module.__doc__
         config = load_config(f"{name}:smoke,{variant}")
         assert config.steps <= 60 and config.data.tokenizer in ("bytes", "chars")
         if config.model.family != "bridged":  # made from runs
             assert build(config)[1] < 5e11
+
+
+@pytest.mark.parametrize("size", common.SIZES)
+def test_the_guide_has_recipe_and_hours_of_a_size(size):
+    guide = (FOLDER.parent / "docs/guide.md").read_text()
+    (row,) = re.findall(rf"(?m)^\| `llama:{size}` \|.*$", guide)
+    _, parameters, shape, steps, rate, warmup, *times = [x.strip() for x in row.split("|")[1:-1]]
+    hours = []
+    for name in ("llama", "mod"):
+        config = load_config(f"{name}:{size}")
+        c, model = (
+            config.data,
+            models.build(config.model, vocab_size=32_000, context=2048, dtype=config.train.dtype),
+        )
+        cost = config.steps * model.ledger(c.seq_len).train_flops(c.batch_size * c.seq_len)
+        hours.append(cost / (0.4 * 989e12) / 3600)
+        count = flops.count_params(models.unboxed_shapes(model)["params"])
+        assert f"{count / 1e6:,.0f}M" == parameters
+        assert f"{config.model.width:,}, {config.model.depth}" == shape
+        assert f"{config.steps:,} of {c.batch_size * c.seq_len:,}" == steps
+        assert config.optim.learning_rate == float(rate.strip("`"))
+        assert f"{config.optim.schedule.warmup_steps:,} steps" == warmup
+        assert abs(config.steps * c.batch_size * c.seq_len / count - 20) < 0.5
+    words = [f"{60 * h:.0f} minutes" if h < 1 else f"{h:.0f} hours" for h in hours]
+    assert words == times
 
 
 def test_variants_combine_in_any_order_unless_they_disagree():
@@ -109,3 +136,4 @@ def test_misspelt_keys_are_refused_in_a_notebook_and_in_a_run_directory(tmp_path
 
 def test_only_close_names_are_suggested():
     assert not nearest("load", ["mod"]) and "evaluate" in nearest("eval", ["train", "evaluate"])
+    assert not nearest("h100", ["h100", "h200"]) and "'mod'" in nearest("MoD", ["none", "mod"])

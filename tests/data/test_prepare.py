@@ -270,7 +270,7 @@ def test_shards_of_prepared_text_are_read_by_tokens(tmp_path):
     """They hold all documents, so the tail is held out."""
     config = make_config(f"text:{write_folder(tmp_path)}", tmp_path)
     texts = Texts(make(DataConfig, config))
-    texts.prepare(texts.tokenizer())
+    texts.prepare(texts.tokenizer(ByteTokenizer()))
     (text,) = texts.all()
     data = open_data(config)
     config.source = f"tokens:{text.shards.folder}"

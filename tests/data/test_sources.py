@@ -3,6 +3,7 @@
 import gzip
 import json
 import logging
+import time
 from pathlib import Path
 
 import numpy as np
@@ -303,6 +304,16 @@ def test_a_tokenizer_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
     (tmp_path / "models--some--gpt2/refs/main").write_text("a" * 40)
     tokenizers.ByteTokenizer().save(snapshot / "tokenizer.json")
     assert tokenizers.pretrained_tokenizer("hf:some/gpt2").kind == "bytes"
+
+
+def test_a_hub_that_cannot_be_reached_is_reported_at_once(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # refuses connections
+    started = time.monotonic()
+    refused(lambda: tokenizers.pretrained_tokenizer("hf:some/gpt2"), "'hf:some/gpt2'")
+    assert time.monotonic() - started < 5
 
 
 # ---- mixtures, pieces of documents, subsets ------------------------------------------------------

@@ -35,6 +35,7 @@ from efx.errors import UsageError
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^(?:<!-- not run: (.+) -->\n)?```(\w*)\n(.*?)^```$", re.M | re.S)
+PROGRAMS = [*CONFIGS, ROOT / "efx/main.py"]  # with commands in their docstrings
 # What a command within a line of text begins with.
 COMMAND = r"(?:[A-Z_]+=\S+ )?(?:python -m|efx|\./launch/\S+|pip|git|sbatch|kubectl|hf|\w+-cli) \S"
 # Studies that check the command line of every run before the first one starts.
@@ -71,8 +72,9 @@ def documented():
         text = page.read_text()
         yield from ((page, one) for why, found in blocks(text) if not why for one in found)
         yield from ((page, span) for span in spans(text) if re.match(COMMAND, span))
-    for page in CONFIGS:
-        found = re.findall(r"^    (python -m (?:.*\\\n)*.*)", ast.get_docstring(tree(page)), re.M)
+    for page in PROGRAMS:
+        docstring = ast.get_docstring(tree(page))
+        found = re.findall(r"^    ((?:python -m|efx) (?:.*\\\n)*.*)", docstring, re.M)
         yield from ((page, one) for one in found)
 
 
@@ -103,6 +105,8 @@ def check(command, stub):
         launch(program, words, stub)
     elif program == "pip":
         install(words)
+    elif program == ".venv/bin/python":
+        python(words[1], words[2:])
     elif program == "sbatch":
         where = next(i for i, word in enumerate(words) if not word.startswith("-"))
         assert Path(words[where]).is_file(), command
@@ -150,7 +154,7 @@ def efx_main(argv):
         if folder and not (Path(folder[1]) / "config.json").exists():
             variant = ":dense" if before == "--from" else ""
             leave_run(folder[1], values_of(f"configs/mod.py{variant}"))
-    if not argv:
+    if not argv or argv == ["--list"]:
         return
     starts = r"--config|--config=.*|--mode=(import|convert)"
     fresh = any(re.fullmatch(starts, word) for word in argv)
@@ -245,6 +249,13 @@ def launch(path, words, stub):
         assert "gcloud" in run("launch/tpu_pod.sh", *dry), words
         efx_main(words[len(own) + 1 :])
         return
+    if name == "environment.sh":
+        assert run(path, EFX_VENV=str(stub)).strip() == f"{stub}/bin/python"
+        return
+    if name == "gpu_slurm.sbatch":
+        assert words[0] == "--dry-run" and "srun" in run(path, *words), words
+        efx_main(words[1:])
+        return
     shown = run(f"launch/{name}", *words, EFX_VENV=str(stub)).splitlines()
     where = shown.index("-m")
     python(shown[where + 1], shown[where + 2 : -1])  # the last line is the extras'
@@ -289,7 +300,7 @@ def stub(checkout, monkeypatch):
     return script(checkout / "stub/bin/python", STUB).parent.parent
 
 
-@pytest.mark.parametrize("page", [*PAGES, *CONFIGS], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *PROGRAMS], ids=lambda page: page.name)
 def test_every_command_is_accepted_by_its_program(page, stub):
     wrong, untried = [], []
     for where, command in documented():

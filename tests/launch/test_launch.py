@@ -118,6 +118,16 @@ def wheel(folder, name, version):
         file.writestr(f"{info}/RECORD", "")
 
 
+# The build of efx: its wheel is there already.
+BUILD = """
+import os, pathlib, shutil
+
+def build_editable(folder, *_):
+    (wheel,) = pathlib.Path(os.environ["EFX_WHEELS"]).glob("efx-*.whl")
+    return pathlib.Path(shutil.copy(wheel, folder)).name
+"""
+
+
 @pytest.mark.slow
 def test_the_environment_is_built_once_and_kept_up_to_date(tmp_path):
     """With real pip or uv and paths with spaces; a second process that starts meanwhile waits."""
@@ -131,17 +141,22 @@ def test_the_environment_is_built_once_and_kept_up_to_date(tmp_path):
     (tree / "requirements.txt").write_text("efxone==1.0\n")
     (tree / "constraints.txt").write_text("# pins\nefxtwo==1.0\n")
     extras = '[project.optional-dependencies]\nmore = ["efxtwo>=1"]\nother = ["efxone"]\n'
-    (tree / "pyproject.toml").write_text(extras)
+    wheel(wheels, "efx", "1.0")
+    (tree / "efx").mkdir()
+    (tree / "build.py").write_text(BUILD)
+    backend = '[build-system]\nrequires = []\nbuild-backend = "build"\nbackend-path = ["."]\n'
+    project = '[project]\nname = "efx"\nversion = "1"\n'
+    (tree / "pyproject.toml").write_text(backend + project + extras)
     python = tree / ".venv/bin/python"
     no_index = dict(PIP_CONFIG_FILE=os.devnull, PIP_NO_INDEX=1, PIP_FIND_LINKS=wheels)
-    no_index |= dict(UV_NO_INDEX=1, UV_FIND_LINKS=wheels)
+    no_index |= dict(UV_NO_INDEX=1, UV_FIND_LINKS=wheels, EFX_WHEELS=wheels)
 
     def build(**env):
         command = (BASH, tree / "launch/environment.sh")
         return call(*command, cwd=tmp_path, EFX_PYTHON=sys.executable, **no_index, **env)
 
     def imports(module):
-        return call(python, "-c", f"import {module}").returncode == 0
+        return call(python, "-c", f"import {module}", cwd=tmp_path).returncode == 0
 
     with ThreadPoolExecutor() as pool:
         first = pool.submit(build)
@@ -151,7 +166,7 @@ def test_the_environment_is_built_once_and_kept_up_to_date(tmp_path):
     for result in (first.result(), second):
         assert result.returncode == 0 and result.stdout.strip() == str(python), result.stderr
     assert first.result().stderr != "" == second.stderr
-    assert imports("efxone") and not imports("efxtwo")
+    assert imports("efxone") and imports("efx") and not imports("efxtwo")
     assert build().stderr == ""
     assert build(EFX_EXTRAS="more").returncode == 0 and imports("efxtwo")
     assert build(EFX_EXTRAS="other").stderr != ""
@@ -181,6 +196,7 @@ def test_local_has_defaults_that_arguments_override(stub):
         (["--workdir=x", "--config=c.py"], []),
         (["--mode=sample", "--prompt", "def "], ["--workdir", "runs/mod"]),
         (["--mode", "convert", "--from=runs/a", "--to", "mod"], []),
+        (["sample", "runs/a"], []),
     ):
         result = call(BASH, LAUNCH / "local.sh", *given, EFX_VENV=stub)
         assert result.stdout.splitlines()[:-1] == ["-P", "-m", "efx.main", *expected, *given]

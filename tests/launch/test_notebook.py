@@ -1,9 +1,18 @@
-"""The notebooks run as they are, at a small size."""
+"""The notebooks run as they are, at a small size, and install what they need."""
 
+import ast
+import importlib.metadata
+import importlib.util
 import json
+import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 FOLDER = Path(__file__).resolve().parents[2] / "launch/notebooks"
 NAMES = ("quickstart", "mixture_of_depths", "bring_your_model", "certify")
@@ -17,6 +26,40 @@ def test_notebooks_are_committed_without_outputs():
         nbformat.validate(notebook)
         for cell in notebook["cells"]:
             assert not cell.get("outputs") and not cell.get("execution_count"), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_cell_installs_what_a_notebook_imports(name, monkeypatch):
+    """On a machine without efx, such as Colab's."""
+    cells = json.loads((FOLDER / f"{name}.ipynb").read_text())["cells"]
+    codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    tree = ast.parse(re.sub(r"(?m)^%.*", "", "\n".join(codes)))
+    modules = {alias.name for node in ast.walk(tree) for alias in getattr(node, "names", ())
+               if isinstance(node, ast.Import)}  # fmt: skip
+    modules |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    modules = {module.partition(".")[0] for module in modules}
+
+    commands = []
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.metadata, "distributions", lambda: ())
+        patch.setattr(importlib.util, "find_spec", lambda module: None)
+        patch.setattr(subprocess, "run", lambda command, check: commands.append(command))
+        exec(codes[0], {})
+    requirement = Requirement(commands[0][-1])
+    address = requirement.url.removeprefix("git+https://github.com/")
+    assert f"github/{address}/blob/main/launch/notebooks/{name}.ipynb" in cells[0]["source"][2]
+    project = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text())["project"]
+    lines = sum((project["optional-dependencies"][extra] for extra in requirement.extras), [])
+    names = {Requirement(line).name for line in project["dependencies"] + lines} | {
+        "efx",
+        "ipython",
+    }
+    installed = {canonicalize_name(each) for each in names}
+    owners = importlib.metadata.packages_distributions()
+    for module in modules - sys.stdlib_module_names - {"efx"}:
+        assert installed & {canonicalize_name(each) for each in owners.get(module, [module])}, (
+            module
+        )
 
 
 def execute(name, **changes):

@@ -116,7 +116,16 @@ def test_slurm_starts_one_process_per_gpu_with_all_cores_of_its_task(machine):
     given = (machine.slurm / "srun").read_text().split()
     assert {"--gpu-bind=none", "--cpus-per-task=12"} <= set(given)
     assert machine.words(1)[-2:] == ["--distributed", "--config=c.py"]
-    one_error(machine.call(BASH, SBATCH, SLURM_SUBMIT_DIR=machine.storage), str(machine.storage))
+    job = dict(SLURM_JOB_ID=7, SLURM_SUBMIT_DIR=machine.storage)
+    one_error(machine.call(BASH, SBATCH, **job), str(machine.storage))
+
+
+def test_slurm_job_outside_of_slurm_runs_nothing(machine):
+    one_error(machine.call(SBATCH), "sbatch", "--dry-run")
+    printed = machine.call(SBATCH, "--dry-run", "--config=a b").stdout
+    assert re.search(r"^sbatch .* --config=a\\ b", printed)
+    assert re.search(r"(?m)^env .*srun ", printed)
+    assert machine.starts() == [] and not list(machine.slurm.glob("s[cr]*"))
 
 
 def test_slurm_processes_allocate_their_gpu(machine):

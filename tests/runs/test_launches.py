@@ -411,5 +411,8 @@ def test_more_steps_warn_if_they_change_the_learning_rate(copy, capsys):
     run = run_dir.RunDir(copy / "run")
     setup.experiment(to_config(tiny(copy / "a.txt", **longer)), run)
     assert capsys.readouterr().err == ""
+    close = {"steps": 5, "optim.schedule.final_fraction": 0.9999}  # rates that print alike
+    setup.experiment(to_config(tiny(copy / "a.txt", **close)), run)
+    assert capsys.readouterr().err == ""
     setup.experiment(to_config(tiny(copy / "a.txt", **{"steps": 5})), run)
     assert "0.000868 instead of 0.0001" in capsys.readouterr().err

@@ -18,7 +18,7 @@ import pandas as pd
 
 from efx.composition import calm, cbtm, cbtm_table, phatgoose
 from efx.logging import tables
-from efx.studies import conversion, coord_check, isoflop, statistics, sweep
+from efx.studies import conversion, coord_check, isoflop, report, statistics, sweep
 from efx.studies import runs as runs_lib
 
 SWEEP = """
@@ -254,6 +254,12 @@ def test_misspelt_flags_of_studies_are_refused(study, capsys):
         study.main(["--wokdir=x"])
     assert end.value.code == 2
     error_line(capsys, "--wokdir")
+
+
+def test_a_flag_that_a_study_does_not_have_shows_its_usage(capsys):
+    with pytest.raises(SystemExit):
+        report.main(["--workdir=runs/a"])
+    error_line(capsys, "--workdir is not a flag", "RUN")
 
 
 def test_runs_of_different_texts_are_not_compared():
