@@ -3,8 +3,9 @@
     python -m efx.studies.compare run results/mod_study_12.json --jobs 2
     python -m efx.main --config configs/sweeps/mod_study.py:12,recipe --workdir runs/recipe
 
-Two rungs, before copying begins: 4 (TFLOPs, 32 wide) and 12 (48 wide). The text is the code of two
-packages of pure Python, the same on every machine; the plans have its hash. Arms:
+Two rungs, before copying begins: 4 (TFLOPs, 32 wide) and 12 (48 wide); and for one GPU 1000 (192
+wide, on more text), long after it. The text is the code of packages of pure Python, the same on
+every machine; the plans have its hash. Arms:
 
     dense           9 dense blocks
     recipe          every second of 14 blocks computes 12.5%, by the recipe of gates.md
@@ -24,10 +25,17 @@ from efx.configs import common, mod
 from efx.errors import UsageError
 
 VERSIONS = {"networkx": "3.6.1", "sympy": "1.14.0"}
-FOLDERS = [f"text:{sysconfig.get_paths()['purelib']}/{name}/**/*.py" for name in VERSIONS]
+VERSIONS_1000 = VERSIONS | {"pandas": "3.1.1", "transformers": "5.23.0"}
+
+
+def text(names):
+    folder = sysconfig.get_paths()["purelib"]
+    return f"mix:{','.join(f'text:{folder}/{name}/**/*.py' for name in names)}"
+
+
 BASE = {
     "steps": 0,
-    "data.source": f"mix:{','.join(FOLDERS)}",
+    "data.source": text(VERSIONS),
     "data.split": "documents",
     "data.eval_fraction": 0.02,
     "data.tokenizer": "bpe:512",
@@ -45,6 +53,15 @@ BASE = {
 VARIANTS = {
     "4": {"model.width": 32, "model.attention.num_heads": 2, "train_flops": 4e12},
     "12": {"model.width": 48, "model.attention.num_heads": 4, "train_flops": 1.2e13},
+    "1000": {
+        "model.width": 192,
+        "model.attention.num_heads": 6,
+        "train_flops": 1e15,
+        "train.dtype": "bfloat16",
+        "data.source": text(VERSIONS_1000),
+        "data.batch_size": 64,
+        "optim.learning_rate": 3e-3,
+    },
     "dense": mod.VARIANTS["dense"] | {"model.depth": 9},
     "recipe": {"model.depth": 14},
     # Ten times the default: the auxiliary loss is to count beside the gradient through the gate.
@@ -65,7 +82,8 @@ VARIANTS = {
 
 
 def get_config(arg=""):
-    for name, version in VERSIONS.items():
+    versions = VERSIONS_1000 if "1000" in arg.split(",") else VERSIONS
+    for name, version in versions.items():
         try:
             found = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
