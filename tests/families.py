@@ -20,7 +20,7 @@ from flax import linen as nn
 
 from efx import certify, models
 from efx.certify import subjects
-from efx.certify.properties import chunks, read  # noqa: F401
+from efx.certify.properties import check, chunks, read  # noqa: F401
 from efx.configs import common
 from efx.errors import UsageError
 from efx.layers import flops
@@ -761,9 +761,9 @@ def subject(name, selection="causal", share=None, slack=1.0):
     return subjects.of_model(model, variables_of(name))
 
 
-def assert_passes(check, subject, tolerance=None):
-    """A check of efx.certify passes; `tolerance`: in its place, for the same number."""
-    result = check(subject)
+def assert_passes(prop, subject, tolerance=None):
+    """A property of efx.certify holds; `tolerance`: in its place, for the same number."""
+    result = check(prop, subject)
     limit = result.tolerance if tolerance is None else tolerance
     assert result.verdict == certify.PASS and result.number <= limit, result
 

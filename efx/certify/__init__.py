@@ -14,7 +14,6 @@
 
 from efx.certify.command import main  # noqa: F401
 from efx.certify.properties import (  # noqa: F401  (public names of this package)
-    CHECKS,
     FAIL,
     NOT_APPLICABLE,
     PASS,

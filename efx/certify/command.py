@@ -11,7 +11,6 @@ input.
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from efx.certify.properties import FAIL, PASS, TOLERANCES, certify
+from efx.certify.properties import FAIL, PASS, certify
 from efx.certify.subjects import of_target
 from efx.errors import UsageError
 
@@ -48,19 +47,20 @@ def parse(argv):
     parser.add_argument("target", metavar="TARGET")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="token ids of a callable")
     help = "text file for the worth of parts (default: held-out text of a run, else random tokens)"
-    parser.add_argument("--text", metavar="FILE", help=help)
+    parser.add_argument("--text", metavar="FILE", type=read_text, help=help)
     help = "run the Python code in a folder of transformers"
     parser.add_argument("--trust-remote-code", action="store_true", help=help)
-    help = "of the computation; tolerances follow it (default: %(default)s)"
-    parser.add_argument("--dtype", choices=TOLERANCES, default="float32", help=help)
     parser.add_argument("--seed", type=int, default=0, help="of the random tokens (default: 0)")
     help = "print a list of results instead of the table"
     parser.add_argument("--json", action="store_true", help=help)
     return parser.parse_args(argv)
 
 
-def number(x):
-    return "" if x is None else f"{x:.3g}"
+def read_text(path):
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--text={path}: cannot be read: {error}") from error
 
 
 def show(results, title):
@@ -70,7 +70,8 @@ def show(results, title):
         table.add_column(name, no_wrap=True, justify=justify, min_width=width)
     for r in results:
         verdict = f"[{COLORS[r.verdict]}]{r.verdict}[/]" if r.verdict in COLORS else r.verdict
-        table.add_row(r.name, verdict, number(r.number), number(r.tolerance), r.unit)
+        numbers = ("" if x is None else f"{x:.3g}" for x in (r.number, r.tolerance))
+        table.add_row(r.name, verdict, *numbers, r.unit)
     console = Console()
     console.print(table)
     for r in results:
@@ -79,34 +80,14 @@ def show(results, title):
             console.print(f"[bold red]{r.name}[/]: {where}", soft_wrap=True, highlight=False)
 
 
-def as_json(result):
-    """A dict; numbers that are not finite are text, which JSON has no other form for."""
-    fields = vars(result)
-    if result.number is not None and not math.isfinite(result.number):
-        fields = {**fields, "number": str(result.number)}
-    return fields
-
-
 def run(argv):
-    arguments = parse(argv)
-    text = None
-    if arguments.text:
-        try:
-            text = Path(arguments.text).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--text={arguments.text}: cannot be read: {error}") from error
-    subject = of_target(
-        arguments.target,
-        arguments.vocab_size,
-        arguments.trust_remote_code,
-        text,
-        arguments.dtype,
-    )
-    results = list(certify(subject, arguments.seed))
-    if arguments.json:
-        print(json.dumps([as_json(result) for result in results], indent=1))
+    arguments = vars(parse(argv))
+    seed, as_json = arguments.pop("seed"), arguments.pop("json")
+    results = list(certify(of_target(**arguments), seed))
+    if as_json:
+        print(json.dumps([vars(result) for result in results], indent=1))
     else:
-        show(results, f"{arguments.target} in {subject.dtype}")
+        show(results, arguments["target"])
     return int(any(result.verdict == FAIL for result in results))
 
 

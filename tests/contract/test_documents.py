@@ -38,8 +38,8 @@ def test_packed_documents_are_as_if_alone(name):
     """Also in a row that says nothing of documents, and with padding on both sides, unless tokens
     overflow: the limits of packed rows have no headroom."""
     subject = families.subject(name, share=1.0, slack=100.0)
-    for check in (properties.packed_as_if_alone, properties.padding):
-        families.assert_passes(check, subject, tolerance=2e-5)
+    for prop in (properties.packed_as_if_alone, properties.padding):
+        families.assert_passes(prop, subject, tolerance=2e-5)
     tokens_BT, positions_T = families.tokens(), np.arange(LENGTH, dtype=np.int32)
     layout = np.tile(positions_T, (BATCH, 1)), np.ones((BATCH, LENGTH), np.int32)
     packed_BTV = subject.compute(tokens_BT, *layout)

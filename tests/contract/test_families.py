@@ -80,7 +80,7 @@ def test_each_token_is_read(name):
 @every_row(families.selects_tokens)
 def test_only_topk_selection_looks_ahead(name):
     """In training; `test_causal` is able to see what training-time top-k does."""
-    number = properties.no_look_ahead(families.subject(name, "train")).number
+    number = properties.check(properties.no_look_ahead, families.subject(name, "train")).number
     assert number > 0.1 if FAMILIES[name].looks_ahead else number == 0
 
 
@@ -103,7 +103,7 @@ def test_cached_decoding_is_the_full_forward(name, monkeypatch):
     monkeypatch.setattr(attend, "_CACHE_BLOCK", 10)
     # The program for one token computes blocks for some rows only; chunks have padding.
     single = 1 if families.skips_tokens(families.build(name)) else 5
-    result = properties.cached_decoding(families.subject(name), single=single)
+    result = properties.check(properties.cached_decoding, families.subject(name), single=single)
     assert result.number < 1e-4, result
 
 
@@ -113,7 +113,7 @@ def test_decoding_is_the_full_forward_on_a_gpu(name, monkeypatch):
     and the keys of skipped tokens inside of them."""
     subject = subjects.of_model(families.build(name), families.variables_of(name))
     monkeypatch.setattr(sharding, "platform", lambda: "gpu")
-    assert properties.cached_decoding(subject).number < 1e-4
+    assert properties.check(properties.cached_decoding, subject).number < 1e-4
 
 
 @every_row(**RARE)

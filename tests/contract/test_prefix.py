@@ -15,8 +15,8 @@ from efx.certify import properties
 def test_a_logit_depends_on_the_tokens_before_alone(name):
     """With so little capacity that tokens overflow."""
     subject = families.subject(name, share=0.4)
-    for check in (properties.row_length, properties.chunked_prefill):
-        families.assert_passes(check, subject, tolerance=3e-4)
+    for prop in (properties.row_length, properties.chunked_prefill):
+        families.assert_passes(prop, subject, tolerance=3e-4)
 
 
 @pytest.mark.parametrize("name", families.rows(["mod_options", "moe"], {"mod_options"}))
