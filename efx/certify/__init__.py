@@ -27,5 +27,5 @@ from efx.certify.subjects import (  # noqa: F401
     of_model,
     of_model_with_parts,
     of_run,
-    of_transformers,
+    of_target,
 )

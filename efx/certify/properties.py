@@ -338,21 +338,19 @@ def chunked_prefill(subject, seed):
 
 def copies_of_a_cache(subject, seed):
     """A copy of a cache (`copy.deepcopy`) does not change when the other copy is used."""
-    tokens_BT, prompt = random_tokens(subject, seed, batch=2), slice(0, 10)
-    others_BT, next_token = other_tokens(subject, seed, tokens_BT), slice(10, 11)
-    positions_BT = np.tile(np.arange(subject.length, dtype=np.int32), (2, 1))
+    tokens_BT, end = random_tokens(subject, seed, batch=2), PROMPT + 1
+    others_BT = other_tokens(subject, seed, tokens_BT)
+    positions_BT = np.tile(np.arange(end, dtype=np.int32), (2, 1))
+    cache = subject.init_cache(2, subject.length)
+    _, cache = subject.decode(cache, tokens_BT[:, :PROMPT], positions_BT[:, :PROMPT])
 
-    def decode(cache, tokens_BT, part):
-        return subject.decode(cache, tokens_BT[:, part], positions_BT[:, part])
+    def step(cache, tokens_BT):
+        new_B1 = tokens_BT[:, PROMPT:end]
+        return to_numpy(subject.decode(cache, new_B1, positions_BT[:, PROMPT:])[0])
 
-    def prefill():
-        return decode(subject.init_cache(2, subject.length), tokens_BT, prompt)[1]
-
-    cache = prefill()
-    kept = copy.deepcopy(cache)
-    decode(cache, others_BT, next_token)
-    expected_B1V, got_B1V = (decode(c, tokens_BT, next_token)[0] for c in (prefill(), kept))
-    yield change(to_numpy(expected_B1V), to_numpy(got_B1V)), tokens_BT, {}
+    before_B1V = step(copy.deepcopy(cache), tokens_BT)
+    step(copy.deepcopy(cache), others_BT)
+    yield change(before_B1V, step(cache, tokens_BT)), tokens_BT, {}
 
 
 # ---- work and parts ----------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import sys
 import jax
 import numpy as np
 from flax import linen as nn
+from flax import traverse_util
 
 from efx import io, models
 from efx.certify.properties import Subject, chunks, random_tokens, read, rows_of
@@ -121,12 +122,9 @@ def _counted_work(model, variables):
         with nn.intercept_methods(count):
             cache, calls = subject.init_cache(1, subject.length), chunks(length_1, length_1, 1)
             _, (tree, _) = read(subject.decode, cache, tokens_1T, calls)
-        jax.block_until_ready(tree)
         jax.effects_barrier()
-        paths = {f"{path}/admitted" for path in routed}
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        named = ((jax.tree_util.keystr(path, simple=True, separator="/"), x) for path, x in leaves)
-        return len(ran), sum(int(np.sum(x)) for name, x in named if name in paths)
+        counts = traverse_util.flatten_dict(tree, sep="/")
+        return len(ran), sum(int(np.sum(counts[f"{path}/admitted"])) for path in routed)
 
     return work
 
@@ -192,25 +190,19 @@ def of_callable(function, vocab_size):
     return subject  # `certify` reports an error
 
 
-def of_transformers(folder, trust_remote_code=False, text=None):
-    """The `Subject` of a folder that transformers loads, in float32."""
-    try:
-        from efx.certify import torch_models
-
-        return torch_models.of_folder(folder, trust_remote_code, text)
-    except ImportError as error:
-        raise UsageError(
-            f"{folder}: this needs {extra('interop')}: {error.name} is not installed"
-        ) from None
-
-
 def of_target(target, vocab_size=None, trust_remote_code=False, text=None):
     """The `Subject` of a TARGET of the command line."""
     folder = io.folder(target)
     if (folder / "run.json").exists():
         return of_run(target, text)
     if folder.is_dir():
-        return of_transformers(target, trust_remote_code, text)
+        try:
+            from efx.certify import torch_models
+
+            return torch_models.of_folder(target, trust_remote_code, text)
+        except ImportError as error:
+            needed = f"{extra('interop')}: {error.name} is not installed"
+            raise UsageError(f"{target}: this needs {needed}") from None
     if ":" not in target:
         raise UsageError(f"{target}: is no run directory, no folder and no `module:function`")
     if text is not None:
