@@ -1,7 +1,7 @@
 """The properties of a language model, and the interface of a model that they are held against.
 
-A property is a generator: its comparisons are (numbers [B, T], tokens [B, T], where), of which the
-largest number must be within the tolerance; arrays in `where` have an entry a row.
+A property is a generator: its comparisons are (numbers [B, T] or a number, tokens [B, T], where),
+of which the largest number must be within the tolerance; arrays in `where` have an entry a row.
 Differences of logits are in standard deviations of the logits.
 """
 
@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from scipy.special import log_softmax
 
 from efx.errors import UsageError, first_line
 
@@ -360,14 +359,15 @@ def executed_flops(subject, seed):
     """A forward pass executes the FLOPs that the model claims."""
     tokens_BT = random_tokens(subject, seed)
     executed, claimed = subject.flops(tokens_BT)
-    yield np.array([[max(executed / claimed, claimed / executed)]]), tokens_BT, {}
+    ratio = np.float64(executed / claimed)
+    yield max(ratio, 1 / ratio), tokens_BT, {}
 
 
 def skipped_work(subject, seed):
     """Decoding spends nothing on tokens that the model claims to skip."""
     tokens_1T = random_tokens(subject, seed, batch=1)
     executed, claimed = subject.work(tokens_1T)
-    yield np.array([[executed / max(claimed, 1 / FAR)]]), tokens_1T, {}
+    yield np.float64(executed / max(claimed, 1 / FAR)), tokens_1T, {}
 
 
 def residuals_once(subject, seed):
@@ -394,13 +394,14 @@ def sleeping_parts(subject, seed):
         else:
             worth[name] = float(change(logits_BTV, without_BTV).max())
     asleep = sum(nats < ASLEEP for nats in worth.values())
-    yield np.array([[asleep]]), tokens_BT, {"worth": worth}
+    yield np.float64(asleep), tokens_BT, {"worth": worth}
 
 
 def _loss(logits_BTV, tokens_BT):
     """Mean nats a token of a text."""
-    logp_BTV = log_softmax(logits_BTV[:, :-1], axis=-1)
-    return -float(np.take_along_axis(logp_BTV, tokens_BT[:, 1:, None], 2).mean())
+    logits_BTV = logits_BTV[:, :-1] - logits_BTV[:, :-1].max(axis=-1, keepdims=True)
+    chosen_BT = np.take_along_axis(logits_BTV, tokens_BT[:, 1:, None], 2)[..., 0]
+    return float(np.mean(np.log(np.exp(logits_BTV).sum(axis=-1)) - chosen_BT))
 
 
 # {property: (what a Subject must have, tolerance, unit)}; None: the tolerance of the Subject.
@@ -441,11 +442,12 @@ def check(prop, subject, seed=0, **options):
     number, reproduction = -1, {}
     for number_BT, tokens_BT, where in prop(subject, seed, **options):
         if number_BT.max() > number:
-            number = float(number_BT.max())
-            row, position = map(int, np.unravel_index(number_BT.argmax(), number_BT.shape))
-            of_row = {k: v[row].tolist() for k, v in where.items() if isinstance(v, np.ndarray)}
-            reproduction = dict(seed=seed, row=row, position=position, **{**where, **of_row})
-            reproduction["tokens"] = tokens_BT[row].tolist()
+            number, reproduction = float(number_BT.max()), {"seed": seed, **where}
+            if number_BT.size > 1:
+                row, position = map(int, np.unravel_index(number_BT.argmax(), number_BT.shape))
+                of_row = {k: v[row].tolist() for k, v in where.items() if isinstance(v, np.ndarray)}
+                tokens = tokens_BT[row].tolist()
+                reproduction |= dict(row=row, position=position, **of_row, tokens=tokens)
     verdict = PASS if number <= tolerance else FAIL
     return Result(name, verdict, number, tolerance, unit, reproduction)
 

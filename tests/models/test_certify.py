@@ -596,7 +596,6 @@ def test_a_callable_is_certified(target, status, capsys):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ([], ["TARGET"]),
         (["nowhere"], ["nowhere", "module:function"]),
         ([GOOD], ["--vocab-size"]),
         ([GOOD, "--vocab-size=1"], ["vocabulary", "2"]),
