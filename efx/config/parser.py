@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
             sys.stdout.flush()  # a closed stdout raises here
         except UsageError as error:
             print(f"efx: error: {error}", file=sys.stderr)
-            return 2
+            return error.status
         except KeyboardInterrupt as error:
             number = signal.Signals(getattr(error, "number", signal.SIGINT))
             print(f"efx: stopped by {number.name}; rerun the command to resume", file=sys.stderr)

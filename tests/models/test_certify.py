@@ -387,7 +387,7 @@ def test_a_defect_of_training_is_outside_of_what_logits_tell(model):
     assert not failures(model().subject())
 
 
-# ---- PyTorch: parts by hooks, FLOPs --------------------------------------------------------------
+# ---- PyTorch: parts of modules, FLOPs -----------------------------------------------------------
 
 torch = pytest.importorskip("torch", reason="the extra `interop` is not installed")
 transformers = pytest.importorskip("transformers", reason="the extra `interop` is not installed")
@@ -488,7 +488,7 @@ def claims(tokens_BT):
         (Experts, {"sleeping parts"}),
     ],
 )
-def test_a_defect_of_a_module_is_found_by_hooks(layer, expected):
+def test_a_defect_of_a_module_is_found(layer, expected):
     subject = torch_models.of_callable(TorchModel(layer), VOCAB)
     if layer in (Masks, Gathers):
 
