@@ -130,6 +130,15 @@ def columns_of_curves(table):
     return [*known, *filter(_HELD_OUT_SET.fullmatch, table)]
 
 
+def palette(count):
+    """Return this many colours as hex, each legible on white and on dark pages."""
+    import seaborn as sns
+
+    colours = sns.color_palette("colorblind").as_hex()
+    colours = [colour for colour in colours if colour not in ("#fbafe4", "#ece133")]  # pale
+    return colours[:count] if count <= len(colours) else sns.husl_palette(count, l=0.6).as_hex()
+
+
 def is_wide(values):
     """Return whether these numbers want a logarithmic axis."""
     values = values.dropna()

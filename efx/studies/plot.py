@@ -32,7 +32,7 @@ def draw(curves, x, y):
 
     style = sns.axes_style("ticks") | sns.plotting_context("notebook") | STYLE
     names = list(curves.row.unique())
-    colours = sns.color_palette("colorblind" if len(names) <= 10 else "viridis", len(names))
+    colours = metrics.palette(len(names))
     with mpl.rc_context(style):
         figure = Figure(figsize=(8, 4.8), layout="constrained")
         axes = figure.subplots()

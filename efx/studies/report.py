@@ -16,7 +16,6 @@ import sys
 
 import numpy as np
 import plotly.offline
-import seaborn as sns
 
 from efx import io
 from efx.logging import quantity, tables
@@ -67,9 +66,11 @@ def table_of_runs(runs, last, colours):
     last.loc[runs.diverged, [loss for loss in metrics.LOSSES if loss in last]] = math.inf
     columns = [column for column in COLUMNS if column in last]
     keys = list(runs.settings[0])
+    heads = [("run", ""), ("seeds", "")]
+    heads += [(COLUMNS[column], "number") for column in columns] + [(key, "") for key in keys]
     heads = "".join(
-        f'<th aria-sort="none"><button>{html.escape(title).replace(".", ".<wbr>")}</button></th>'
-        for title in ("run", "seeds", *(COLUMNS[column] for column in columns), *keys)
+        f'<th aria-sort="none" class="{kind}"><button>{title.replace(".", ".<wbr>")}</button></th>'
+        for title, kind in heads
     )
     lines = [f'<table id="runs"><thead><tr>{heads}</tr></thead>']
     for (row, group), colour in zip(runs.groupby("row", sort=False), colours, strict=True):
@@ -89,7 +90,7 @@ def table_of_runs(runs, last, colours):
 
 def _line(tag, mark, name, group, last):
     """Return the line of the table about some runs."""
-    seeds = group.seed.iloc[0] if len(group) == 1 else f"{len(group)} seeds"
+    seeds = f"seed {group.seed.iloc[0]}" if len(group) == 1 else f"{len(group)} seeds"
     cells = [f'<td data-value="{html.escape(name)}">{mark}{html.escape(name)}</td>']
     cells.append(f'<td data-value="{seeds}">{seeds}</td>')
     for column in last:
@@ -120,7 +121,7 @@ def page(paths):
     table, runs = metrics.read_runs(paths)
     labels = metrics.row_labels(runs)
     rows = list(labels)
-    colours = sns.color_palette("colorblind" if len(rows) <= 10 else "husl", len(rows)).as_hex()
+    colours = metrics.palette(len(rows))
     diverged = runs.groupby("row").diverged.any()
     figures = [
         curves(table, rows, column)

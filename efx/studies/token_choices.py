@@ -24,7 +24,7 @@ QUANTITIES = {
     "kept": ("fraction", "fraction of the token's entries that the mask keeps"),
     "experts": ("count", "number of experts that compute the token"),
     "gate": ("number", "factor on the block's output for the token"),
-    "top_expert": ("class", "the expert of the largest weight"),
+    "top_expert": ("class", "the expert of the largest weight; a token without colour has none"),
     "top_weight": ("fraction", "weight of that expert"),
     "noop": ("count", "number of selected experts that compute nothing"),
     "overflow": ("count", "number of selected experts over capacity, which skip the token"),
