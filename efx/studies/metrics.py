@@ -28,14 +28,14 @@ TITLES = AXES | {
     "train/loss": "training loss (nats per token)",
     "eval/router/routed_fraction": "fraction of tokens that routed blocks compute",
     "eval/router/gate": "mean gate of computed tokens",
-    "eval/router/gate_min": "least mean gate of a routed block",
+    "eval/router/gate_min": "lowest mean gate of a routed block",
     "eval/router/worth": "cost of switching routed blocks off (nats per token)",
-    "eval/router/increment": "norm of routed increments over the stream's",
-    "eval/moe/min_load": "load of the least chosen expert over the mean",
+    "eval/router/increment": "routed output norm / residual stream norm",
+    "eval/moe/min_load": "load of the least used expert / mean load",
     "eval/dropout/kept": "fraction that learned masks keep",
     "eval/adapter/gate": "mean gate of adapters",
-    "eval/latent/increment": "norm of latents over the skip connection's",
-    "eval/cross/increment": "norm of cross-attention over the stream's",
+    "eval/latent/increment": "latent output norm / skip connection norm",
+    "eval/cross/increment": "cross-attention output norm / residual stream norm",
 }
 _HELD_OUT_SET = re.compile(r"eval/([\w-]+)/(loss|bits_per_byte)")
 _SEED = re.compile(r"-seed\d+$")  # the end of a run directory of a study

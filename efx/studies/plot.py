@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import isotonic_regression
 
 from efx.errors import UsageError, nearest
-from efx.logging import tables
+from efx.logging import quantity, tables
 from efx.studies import cli, metrics
 
 DIRECT_LABELS = 6  # curves with a label at their end; more have a legend
@@ -34,7 +34,8 @@ def draw(curves, x, y):
     names = list(curves.row.unique())
     colours = metrics.palette(len(names))
     with mpl.rc_context(style):
-        figure = Figure(figsize=(8, 4.8), layout="constrained")
+        # High enough for a legend of all rows.
+        figure = Figure(figsize=(8, max(4.8, 0.25 * len(names))), layout="constrained")
         axes = figure.subplots()
         for name, colour in zip(names, colours, strict=True):
             curve = curves[curves.row == name]
@@ -92,7 +93,7 @@ def last_values(table, runs, x, y):
     last = last.join(runs.set_index("run"), how="right")
     last.loc[last.diverged, y] = np.inf
     groups = last.groupby("row", sort=False)
-    result = groups[[x]].mean()
+    result = groups[[x]].mean().map(quantity)
     result.insert(0, "seeds", groups.size())
     result[y] = [tables.mean_and_spread(y, group[y].dropna()) for _, group in groups]
     is_diverged = groups.diverged.all()

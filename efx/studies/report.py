@@ -24,7 +24,7 @@ from efx.studies import cli, metrics
 # {column: title in the table}
 COLUMNS = {"eval/loss": "held-out loss (nats)", "eval/bits_per_byte": "bits per byte",
            "train/loss": "training loss (nats)",
-           "eval/router/worth": "cost of routed blocks off (nats)", "flops": "FLOPs",
+           "eval/router/worth": "loss added without routed blocks (nats)", "flops": "FLOPs",
            "tokens": "tokens", "step": "steps", "seconds": "seconds",
            "parameters": "parameters"}  # fmt: skip
 COUNTS = ("step", "tokens", "flops", "seconds", "parameters")
@@ -65,9 +65,10 @@ def table_of_runs(runs, last, colours):
     last = last.loc[runs.run].set_index(runs.index)
     last.loc[runs.diverged, [loss for loss in metrics.LOSSES if loss in last]] = math.inf
     columns = [column for column in COLUMNS if column in last]
-    keys = list(runs.settings[0])
     heads = [("run", ""), ("seeds", "")]
-    heads += [(COLUMNS[column], "number") for column in columns] + [(key, "") for key in keys]
+    heads += [(COLUMNS[column], "number") for column in columns if column not in COUNTS]
+    heads += [(key, "") for key in runs.settings[0]]
+    heads += [(COLUMNS[column], "number") for column in columns if column in COUNTS]
     heads = "".join(
         f'<th aria-sort="none" class="{kind}"><button>{title.replace(".", ".<wbr>")}</button></th>'
         for title, kind in heads
@@ -93,27 +94,28 @@ def _line(tag, mark, name, group, last):
     seeds = f"seed {group.seed.iloc[0]}" if len(group) == 1 else f"{len(group)} seeds"
     cells = [f'<td data-value="{html.escape(name)}">{mark}{html.escape(name)}</td>']
     cells.append(f'<td data-value="{seeds}">{seeds}</td>')
-    for column in last:
-        mean, text = _cell(column, last.loc[group.index, column].dropna().astype(float))
-        kind = "number diverged" if "diverged" in text else "number"
-        cells.append(f'<td class="{kind}" data-value="{mean}">{text}</td>')
+    last = last.loc[group.index].astype(float)
+    cells += [_cell(column, last[column].dropna()) for column in last if column not in COUNTS]
     for value in group.settings.iloc[0].values():
         text = "" if value is None else html.escape(str(value))
         cells.append(f'<td data-value="{text}">{text}</td>')
+    cells += [_cell(column, last[column].dropna()) for column in last if column in COUNTS]
     return f"{tag}{''.join(cells)}</tr>"
 
 
 def _cell(column, values):
-    """Return (the mean of some runs to sort by, or "", the text of the cell)."""
-    if not len(values):
-        return "", "–"
-    if np.isinf(values).all():
-        return "", "diverged"
-    mean = "" if np.isinf(values).any() else f"{values.mean():.6g}"
-    if column in COUNTS:
-        return mean, quantity(values.mean(), "FLOPs" if column == "flops" else "")
-    text = tables.mean_and_spread(COLUMNS[column], values)
-    return mean, text.replace("not finite", "diverged")
+    """Return the cell of the mean of some runs; it sorts as missing where one diverged."""
+    text, kind, mean = "–", "number", ""
+    if len(values) and np.isfinite(values).all():
+        mean = f"{values.mean():.6g}"
+    if len(values) and column in COUNTS:
+        text = quantity(values.mean(), "FLOPs" if column == "flops" else "")
+    elif len(values):
+        text = tables.mean_and_spread(COLUMNS[column], values)
+    if np.isinf(values).any():
+        kind = "number diverged"
+        text = "diverged" if np.isinf(values).all() else text.replace("not finite", "diverged")
+    return f'<td class="{kind}" data-value="{mean}">{text}</td>'
 
 
 def page(paths):

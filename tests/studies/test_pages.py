@@ -139,6 +139,8 @@ def test_a_map_in_a_browser(run, tmp_path, capsys):
         before = browser.execute_script(colours)
         browser.execute_script("document.querySelectorAll('#maps button')[3].click()")
         assert browser.execute_script(colours) != before
+        browser.execute_script("document.querySelectorAll('#quantities button')[1].click()")
+        assert browser.execute_script("return find('#name').textContent") == "block 1: gate"
         height = "return find('#text').clientHeight"
         folded = browser.execute_script(height)
         browser.execute_script("find('#fold').click()")
