@@ -95,7 +95,7 @@ def _routed_rows(model, length, prefix, means):
 DEPTH = Report(
     words={
         "router/routed_fraction": "\n  routed blocks: {:.1%} of tokens",
-        "router/worth": ", worth {:.3f} nats",
+        "router/worth": ", worth {:z.3f} nats",
         "router/gate_min": ", gates {:.2g}",
         "router/gate_max": " to {:.2g}",
         "router/routed_fraction_min": ", by block {:.1%}",

@@ -256,7 +256,7 @@ def describe_worth(metrics):
     others = _describe_other_losses(metrics)
     worths = [metrics[name] for name in ("eval/router/worth", "eval/moe/worth") if name in metrics]
     if worths:
-        others = f"worth {worths[0]:.4f} nats; loss {others}"
+        others = f"worth {worths[0]:z.4f} nats; loss {others}"
     return others
 
 
