@@ -9,7 +9,8 @@ tokenizer; seeds, learning rates, looks, margin, levels and tests. It prints the
 models equivalent and to find a difference of the margin. `run` searches the same learning rates for
 every arm on a seed that is not used again, then trains to the next look; each call goes one look
 further until all tests are decided. It refuses a plan, code or text that has changed. `report`
-writes report.json, runs.csv and report.png.
+writes report.json, runs.csv and report.png. Runs of runs.csv count as finished without their
+directories: a comparison goes on elsewhere from this file.
 
 An arm is a config, `mod:dense` or `NAME=mod:dense`; arguments after `--` go to every run. In a test
 A-B, below 0 the arm A is better. Each look tests at the levels of all looks (`statistics.levels`).
@@ -24,7 +25,6 @@ import math
 import pathlib
 import sys
 
-import numpy as np
 import pandas as pd
 
 from efx import io, run_dir
@@ -47,6 +47,7 @@ COLUMNS = {
     "flops": "flops",
     "seconds": "seconds",
 }
+KEYS = ["name", "seed", "rate"]  # labels of a run
 
 
 # ---- the plan ------------------------------------------------------------------------------------
@@ -270,13 +271,13 @@ def rate_runs(contents, workdir):
 def best_rates(contents, workdir):
     """Return {arm: its best learning rate}."""
     searched = rate_runs(contents, workdir)
-    if not all(map(runs_lib.is_finished, searched)):
+    if not searched:
+        return dict.fromkeys(contents["arms"], contents["rates"][0])
+    results = finished_rows(contents, workdir, searched)
+    if len(results) < len(searched):
         raise UsageError(
             f"{workdir}: the runs that select learning rates have not finished; run the plan"
         )
-    if not searched:
-        return dict.fromkeys(contents["arms"], contents["rates"][0])
-    results = table_of(contents, searched)
     best = {}
     for name, group in results.groupby("name", sort=False):
         if group.loss.isna().all():
@@ -294,17 +295,13 @@ def final_runs(contents, workdir, rates, arms, seeds):
     ]
 
 
-def finished_runs(contents, workdir, rates):
-    """Return the runs of any arm and seed that have finished."""
-    runs = final_runs(contents, workdir, rates, contents["arms"], contents["seeds"])
-    return [run for run in runs if runs_lib.is_finished(run)]
-
-
 def next_runs(contents, workdir, rates):
     """Return the runs that the next look needs; [] if all tests are decided."""
     arms, looks, reached = contents["arms"], contents["looks"], 0
-    if finished := finished_runs(contents, workdir, rates):
-        rows = verdicts.assess(contents, table_of(contents, finished))
+    runs = final_runs(contents, workdir, rates, arms, contents["seeds"])
+    table = finished_rows(contents, workdir, runs)
+    if len(table):
+        rows = verdicts.assess(contents, table)
         rows = [row for row in rows if not row["is_final"]]
         arms = [arm for arm in arms if any(arm in (r["name"], r["against"]) for r in rows)]
         reached = min((row["look"] for row in rows), default=looks[-1])
@@ -312,15 +309,36 @@ def next_runs(contents, workdir, rates):
     return final_runs(contents, workdir, rates, arms, contents["seeds"][:look])
 
 
-def table_of(contents, runs):
-    """Return one row for each run; UsageError if one has another text than the plan."""
-    results = runs_lib.results(runs)
+def missing_runs(contents, workdir, runs):
+    """Return the runs without a row in `finished_rows`."""
+    table = finished_rows(contents, workdir, runs)
+    known = set(zip(table["name"], table.seed, table.rate, strict=True))
+    return [run for run in runs if tuple(run.labels[key] for key in KEYS) not in known]
+
+
+def finished_rows(contents, workdir, runs):
+    """Return one row for each finished run: of its directory, or else of WORKDIR/runs.csv.
+
+    Raises:
+      UsageError: a run had another text than the plan, or runs.csv has runs of another plan.
+    """
+    results = runs_lib.results([run for run in runs if runs_lib.is_finished(run)])
     for key in ("text", "tokenizer"):
-        if (results[key] != contents[key]).any():
+        if len(results) and (results[key] != contents[key]).any():
             name = results["name"][results[key] != contents[key]].iloc[0]
             raise UsageError(f"a run of {name} had another {key} than the plan; make a new plan")
     results = results.rename(columns={metric: name for name, metric in COLUMNS.items()})
-    return results.reindex(columns=["name", "seed", "rate", *COLUMNS, "machine", "revision"])
+    found = [results] if len(results) else []
+    path = workdir / "runs.csv"
+    if path.exists():
+        kept, header = tables.read_csv(path)
+        if header.get("plan") != [contents["sum"]]:
+            raise UsageError(f"{path} has runs of another plan; use another directory")
+        found.append(kept)
+    columns = [*KEYS, *COLUMNS, "machine", "revision"]
+    found = pd.concat(found or [results.reindex(columns=KEYS)]).drop_duplicates(KEYS)
+    labels = pd.DataFrame([run.labels for run in runs], columns=KEYS)
+    return labels.merge(found.reindex(columns=columns), on=KEYS)
 
 
 # ---- commands ------------------------------------------------------------------------------------
@@ -397,8 +415,8 @@ def run_command(arguments):
     known = workdir / "plan.json"
     if known.exists() and load(known)["sum"] != contents["sum"]:
         raise UsageError(f"--workdir={workdir}: has runs of another plan; use another directory")
-    searched = rate_runs(contents, workdir)
-    if arguments.print_commands and not all(map(runs_lib.is_finished, searched)):
+    searched = missing_runs(contents, workdir, rate_runs(contents, workdir))
+    if arguments.print_commands and searched:
         runs_lib.print_commands(searched)
         return print("# these select the learning rates: rerun when they have finished")
     workdir.mkdir(parents=True, exist_ok=True)
@@ -406,7 +424,7 @@ def run_command(arguments):
     print(runs_lib.MAY_DIVERGE_NOTE)
     runs_lib.run_all(searched, arguments.jobs)
     rates = best_rates(contents, workdir)
-    missing = next_runs(contents, workdir, rates)
+    missing = missing_runs(contents, workdir, next_runs(contents, workdir, rates))
     if arguments.print_commands:
         return runs_lib.print_commands(missing)
     runs_lib.run_all(missing, arguments.jobs)
@@ -417,15 +435,17 @@ def report_command(arguments):
     """Print the verdicts; write report.json, runs.csv and report.png."""
     contents, workdir = load(arguments.plan), _workdir(arguments)
     rates = best_rates(contents, workdir)
-    finished = finished_runs(contents, workdir, rates)
-    if not finished:
+    searched = finished_rows(contents, workdir, rate_runs(contents, workdir))
+    runs = final_runs(contents, workdir, rates, contents["arms"], contents["seeds"])
+    table = finished_rows(contents, workdir, runs)
+    if not len(table):
         raise UsageError(f"{arguments.plan}: the plan has no finished runs in {workdir}; run it")
-    table = table_of(contents, finished)
     rows = verdicts.assess(contents, table)
+    here = [run for run in runs if runs_lib.is_finished(run)]
     curves = pd.DataFrame(
         [
             run.labels | {"tokens": row["tokens"], "gain": row[COLUMNS["gain"]]}
-            for run in finished
+            for run in here
             for row in read_metrics(run.folder)
             if row.get(COLUMNS["gain"]) is not None
         ],
@@ -448,16 +468,17 @@ def report_command(arguments):
         "warnings": verdicts.warnings_of(contents, table),
     }
     header = {"title": arguments.plan, "command": arguments.command, "plan": contents["sum"]}
-    tables.write_csv(workdir / "runs.csv", table, header)
+    tables.write_csv(workdir / "runs.csv", pd.concat([searched, table]), header)
     io.write_atomic(workdir / "report.json", json.dumps(report, indent=1) + "\n")
     verdicts.draw(contents, table, rows, curves, workdir / "report.png")
     print(verdicts.describe(contents, table, report))
     left = [row for row in rows if not row["is_final"]]
     arms = {row[key] for row in left for key in ("name", "against")}
-    runs = sum(len(contents["seeds"]) - (table["name"] == name).sum() for name in arms)
-    seconds = np.mean([_last_row(run.folder)["seconds"] for run in finished])
-    if runs:
-        print(f"at most {runs} runs are left, {runs * seconds / 3600:.1f} hours by one job")
+    count = sum(len(contents["seeds"]) - (table["name"] == name).sum() for name in arms)
+    if count:
+        seconds = pd.Series([_last_row(run.folder)["seconds"] for run in here]).mean()
+        hours = f", {count * seconds / 3600:.1f} hours by one job" if here else ""
+        print(f"at most {count} runs are left{hours}")
 
 
 def _workdir(arguments):

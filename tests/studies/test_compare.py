@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 
 import numpy as np
 import pytest
@@ -256,6 +257,14 @@ def test_the_page_from_plan_to_report(
     assert "verdict" in capsys.readouterr().out
     assert compare.main(run) == 0
     assert len(started) == (8 if row["is_final"] else 10)
+
+    # Rows of runs.csv stand for runs whose directories are gone.
+    result, count = json.loads((tmp_path / "runs/compare/report.json").read_text()), len(started)
+    for folder in [path for path in (tmp_path / "runs/compare").iterdir() if path.is_dir()]:
+        shutil.rmtree(folder)
+    assert compare.main(run) == 0 and len(started) == count
+    again = json.loads((tmp_path / "runs/compare/report.json").read_text())
+    assert again["tests"] == result["tests"] and again["rates"] == result["rates"]
 
     changed = json.loads(path.read_text()) | {"margin": 0.5}
     path.write_text(json.dumps(changed))
