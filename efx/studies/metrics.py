@@ -74,7 +74,7 @@ def read_runs(paths):
             x, y = table.step[known], table[column][known].astype(float)
             filled = np.interp(table.step, [0, *x], [0, *y], right=np.nan)
             table[column] = filled
-        labels = {"run": name, "row": _SEED.sub("", name)}
+        labels = {"run": name, "row": _SEED.sub("", name).replace("_", " ")}
         tables.append(table.assign(**labels))
         record = run_dir.RunDir(path).record
         rows.append(labels | {"path": str(path), "settings": {key: config.get(key) for key in keys}}
