@@ -31,6 +31,7 @@ from efx.parallel.host_memory import keep_freed_memory
 
 keep_freed_memory()  # before a library starts a thread, which would get an arena of its own
 
+import contextlib
 import logging as standard_logging
 import os
 import sys
@@ -204,6 +205,9 @@ def main(argv=None):
     command may succeed. 141: stdout was closed (broken pipe).
     """
     _configure_logging()
+    is_command = argv is None
+    if is_command:
+        sys.unraisablehook = signals.repeat_ignored_interrupt
     try:
         status = _status(list(sys.argv if argv is None else argv))
         if status == 0 and multihost.connected():
@@ -214,6 +218,10 @@ def main(argv=None):
         multihost.fail(error)
     if multihost.connected():
         multihost.fail(None, status)
+    if status == 130 and is_command:  # JAX may crash at exit after an interrupted compilation
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.flush()
+        os._exit(status)
     return status
 
 

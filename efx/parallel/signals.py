@@ -3,6 +3,7 @@
 Python runs signal handlers between two instructions: a signal waits for the end of a compilation.
 """
 
+import _thread
 import contextlib
 import os
 import select
@@ -105,6 +106,15 @@ def end_at_ctrl_c():
         return False
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     return True
+
+
+def repeat_ignored_interrupt(ignored):
+    """A `sys.unraisablehook`: repeat a Ctrl-C that arrived in a callback, such as JAX's of the
+    garbage collector, where Python ignores exceptions."""
+    if ignored.exc_type is KeyboardInterrupt:
+        threading.Timer(0.1, _thread.interrupt_main).start()  # after the callback
+    else:
+        sys.__unraisablehook__(ignored)
 
 
 def status_without_reader():

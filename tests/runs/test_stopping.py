@@ -1,5 +1,6 @@
 """Signals: the first one saves and stops the run, the second one ends the process."""
 
+import gc
 import os
 import pty
 import signal
@@ -110,6 +111,20 @@ def test_the_first_signal_is_a_request_and_the_second_is_not_caught(monkeypatch,
         assert signal.getsignal(signal.SIGINT) == after
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
+def test_ctrl_c_in_a_callback_is_not_lost(monkeypatch):
+    """Python ignores exceptions of callbacks of the garbage collector; JAX has one."""
+
+    def callback(phase, info):
+        gc.callbacks.remove(callback)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(sys, "unraisablehook", signals.repeat_ignored_interrupt)
+    gc.callbacks.append(callback)
+    gc.collect()
+    with pytest.raises(KeyboardInterrupt):
+        time.sleep(5)
 
 
 def test_nohup_is_respected():
