@@ -73,10 +73,10 @@ class Parser(argparse.ArgumentParser):
         for flag in (argument.partition("=")[0] for argument in argv):
             # Checked first: argparse would complain about required flags instead.
             if flag.startswith("--") and flag not in (*flags, "--help", "--"):
-                usage = " ".join(self.format_usage().split())
-                self.error(f"{flag} is not a flag{nearest(flag, flags)}; {usage}")
+                self.error(f"{flag} is not a flag{nearest(flag, flags)}")
         return super().parse_args(argv)
 
     def error(self, message):
-        print(f"efx: error: {message}", file=sys.stderr)
+        usage = " ".join(self.format_usage().split())
+        print(f"efx: error: {message}; {usage}", file=sys.stderr)
         raise SystemExit(2)
