@@ -20,7 +20,7 @@ import pathlib
 import re
 
 from efx import configs, io, run_dir
-from efx.config.names import apply, is_mapping, unknown_setting, value_of
+from efx.config.names import apply, is_mapping, unknown_setting
 from efx.config.run import Config, default_config
 from efx.config.schema import defaults, make
 from efx.errors import UsageError, nearest
@@ -62,8 +62,10 @@ def to_config(config, where=""):
     try:
         if not is_mapping(config):
             raise UsageError(f"expected a ConfigDict, not {type(config).__name__}")
-        value_of(config, "model.family")  # it decides the other settings
-        check_family(dict(config["model"].items()))
+        model = config.get("model")
+        if not is_mapping(model) or "family" not in model:  # it decides the other settings
+            raise UsageError("not a config of efx: config.model.family is missing")
+        check_family(dict(model.items()))
         known = default_config(config["model"]["family"])
         _check_names(config, known, "config", known)
         return make(Config, config)
