@@ -54,7 +54,8 @@ def nearest(name, known, shown=None):
         return ""
     keys = {str(key).lstrip("-").lower(): str(key) for key in known}
     name = str(name).lstrip("-").lower()
-    similar = difflib.get_close_matches(name, keys, n=1)
+    similar = difflib.get_close_matches(name, keys)
+    similar.sort(key=lambda key: sorted(key) != sorted(name))  # swapped letters first
     similar = similar or [key for key in keys if len(name) > 2 and key.startswith(name)]
     if not similar:
         return ""
