@@ -201,7 +201,7 @@ def _is_run(word):
 
 def _unexpected(word):
     """The UsageError for a word that is neither a mode nor a run."""
-    hint = nearest(word, MODES)
+    hint = nearest(word, [*MODES, "--list", "--version", "--help"])
     if _is_run(word):
         hint = " (one run at a time; python -m efx.studies.report RUN... compares runs)"
     with contextlib.suppress(UsageError):
@@ -209,7 +209,7 @@ def _unexpected(word):
         hint = f" (did you mean '--config={word}'?)"
     return UsageError(
         f"unexpected argument {word!r}{hint}: the words are MODE and an existing RUN, as in "
-        "`efx sample runs/mod`; settings are --config.<key>=<value>"
+        "`efx sample runs/mod --prompt TEXT`; settings are --config.<key>=<value>"
     )
 
 
