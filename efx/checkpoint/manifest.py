@@ -51,7 +51,7 @@ def choose_step(root, finished, step):
     if not multihost.from_primary(chosen in finished):
         if step is None or not finished:
             raise CheckpointError(
-                f"there is no finished checkpoint in {root}; train first, or use another --workdir"
+                f"there is no finished checkpoint in {root}; train first, or use another run"
             )
         steps = ", ".join(map(str, finished[-10:]))
         raise CheckpointError(f"there is no checkpoint {step} in {root}; the newest are {steps}")
