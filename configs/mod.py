@@ -18,8 +18,9 @@ explains them. The main ones; the paper leaves those with a * open:
     gate*                   factor on a routed block's increment: the score ("identity", as in the
                             paper), its "sigmoid", "tanh", "one", or "twice_sigmoid"
     kv_for_skipped          selected tokens attend to all tokens, not only to selected ones
-    score                   what tokens are selected by: the learned "router"; or a control, with
-                            gate "one": "stochastic", "position" or "token_hash"
+    score                   what tokens are selected by: the learned "router", with noise "gumbel";
+                            or with gate "one" the "norm" of the hidden state, or a control:
+                            "stochastic", "position" or "token_hash"
     train_selection         "topk"; or "threshold", which is causal
     causal_decision         "threshold", "aux_loss" or "predictor"
     slack*                  limit of a causal decision, as a multiple of the capacity
