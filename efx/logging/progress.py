@@ -32,12 +32,9 @@ class Progress:
         self._total, self._stream = int(total), stream or sys.stdout
         self._first = None  # (step, time) of the first update
         self._values = ""  # of the newest row
-        self._live = self._steps = self._phases = None
+        self.is_live, self._live = False, None
+        self._steps = self._phases = None
         self._is_active = is_primary()
-
-    @property
-    def is_live(self):
-        return self._live is not None
 
     def __enter__(self):
         if self._is_active and is_live(self._stream):
@@ -73,11 +70,12 @@ class Progress:
             redirect_stderr=sys.stderr.isatty(),
         )
         self._live.start()
+        self.is_live = True
 
     def __exit__(self, kind, error, trace):
-        if self._live:
+        if self.is_live:
             self._live.stop()
-            self._live = None
+            self.is_live = False
 
     def update(self, step, row=None):
         """Show the position of the run after a step.
@@ -103,7 +101,7 @@ class Progress:
 
     def show(self, completed, text):
         """Draw the bar and the text of the live line; without one nothing happens."""
-        if not self._live:
+        if not self.is_live:
             return
         if not self._steps.task_ids:
             self._steps.add_task(text, total=self._total)
@@ -118,7 +116,7 @@ class Progress:
 
         Yields: a function that replaces the text beside the spinner.
         """
-        if not self._live:
+        if not self.is_live:
             if is_logged:
                 self.println(text)
             yield lambda text: None
@@ -138,7 +136,7 @@ class Progress:
         if not self._is_active:
             return
         text = printable(text)
-        if self._live:
+        if self.is_live:
             from rich.text import Text
 
             self._live.console.print(Text(text, style), soft_wrap=True)
@@ -148,7 +146,7 @@ class Progress:
 
     def print_sample(self, title, text):
         """Print a sampled text, set apart from the lines of the run."""
-        if self._live:
+        if self.is_live:
             from rich.panel import Panel
             from rich.text import Text
 

@@ -235,7 +235,8 @@ class Trainer:
     def _collect_metrics(self, wait=False):
         limit = self.config.train.max_nonfinite
         for step, metrics in self.log.collect(wait):
-            self.log.progress.update(step)
+            if self.log.progress.is_live:
+                self.log.progress.update(step)
             skipped = metrics["train/nonfinite_run"]
             if limit and skipped >= limit:
                 raise RunStopped(

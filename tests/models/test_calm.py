@@ -11,9 +11,10 @@ import pytest
 from formulas import attention, norm
 from refusals import refused
 from test_adapters import RUN, SMALL, params_at
-from test_families import assert_no_look_ahead, compiled_on, same_loss_and_grads
+from test_families import compiled_on, same_loss_and_grads
 
 from efx import checkpoint, models
+from efx.certify import properties, subjects
 from efx.config.load import config_of_run
 from efx.configs import calm, common
 from efx.layers import flops
@@ -133,8 +134,7 @@ def test_bridges_connect_the_decoder_of_two_streams():
 
 @every_case
 def test_causal(name):
-    _, variables = case(name)
-    assert_no_look_ahead(lambda tokens_BT: np.asarray(forward(name)(variables, tokens_BT)))
+    families.assert_passes(properties.no_look_ahead, subjects.of_model(*case(name)), tolerance=0)
 
 
 @every_case

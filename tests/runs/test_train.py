@@ -329,7 +329,7 @@ def test_a_run_learns_evaluates_samples_and_reports(text, tmp_path, capsys, monk
     assert row["eval/repeated/gain"] == pytest.approx(first - second, abs=1e-5) != 0
     assert list((tmp_path / "run/samples").iterdir())
     out = capsys.readouterr().out
-    assert f"({rows[-1]['epochs']:.3g} epochs)" in out and "finished" in out
+    assert f"{rows[-1]['epochs']:.3g} epochs" in out and "finished" in out
     assert "config.data.eval_fraction" in out  # the line on few held-out tokens
 
 
