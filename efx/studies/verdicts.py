@@ -166,7 +166,7 @@ def describe(plan, table, report):
             ends = {"d": row["difference"], "d_low": row["low"], "d_high": row["high"]}
             numbers = [tables.with_interval(ends, "d"), row["percent"]]
             numbers += [row["p"], row["equivalence_p"]]
-        note = f" ({row['note']})" if row["note"] else ""
+        note = f" ({row['note']})" if row["note"] and row["verdict"] == "undecided" else ""
         test = f"{row['name']} - {row['against']}"
         rows.append([test, row["look"], *numbers, row["verdict"] + note])
     for test, row in report["at_equal_gain"].items():
