@@ -10,8 +10,6 @@ import ast
 import pathlib
 import tomllib
 
-from matplotlib.figure import Figure
-
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
@@ -70,6 +68,8 @@ def places(arrows, names):
 
 def draw(path):
     """Draw the picture."""
+    from matplotlib.figure import Figure  # of the extra `studies`
+
     names = packages()
     arrows = needed_arrows(imports(names), names)
     place = places(arrows, names)
