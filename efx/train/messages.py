@@ -29,7 +29,7 @@ def closing_lines(workdir, has_tensorboard):
         show = f"{python} -m pip install tensorboard && {show}"
     return (
         f"run directory: {workdir}",
-        f"  sample from it:  {command} --mode=sample --workdir {folder}",
-        f"  evaluate it:     {command} --mode=evaluate --workdir {folder}",
+        f"  sample from it:  {command} sample {folder}",
+        f"  evaluate it:     {command} evaluate {folder}",
         f"  look at it:      {show}",
     )

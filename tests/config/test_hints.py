@@ -14,4 +14,4 @@ def test_the_suggested_commands_fit_the_installation(monkeypatch):
     assert "pip install tensorboard" in lines()[-1]
     assert "metrics.jsonl" in lines(tensorboard=False)[-1]
     monkeypatch.setenv("EFX_COMMAND", "./launch/local.sh")
-    assert "./launch/local.sh --mode=sample --workdir '" in lines()[1]
+    assert "./launch/local.sh sample '" in lines()[1]
