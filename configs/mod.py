@@ -63,6 +63,13 @@ PUBLISHED = {
     "model.depth_routing.kv_for_skipped": False,
     "optim.router_rate": 1.0,
 }
+
+
+def routed(**settings):
+    """Settings of depth routing by their full names."""
+    return {f"model.depth_routing.{name}": value for name, value in settings.items()}
+
+
 VARIANTS = {
     "smoke": common.ACCELERATOR_SMOKE,
     "quick": {

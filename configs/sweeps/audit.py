@@ -8,14 +8,9 @@ settings, and an entry of a table of efx/routing if it needs one. About 3 core-h
 """
 
 from efx.configs import mod
+from efx.configs.mod import routed
 
 HALF, FULL = "dense, 3 deep", "dense, 6 deep"
-
-
-def routed(**settings):
-    return {f"model.depth_routing.{name}": value for name, value in settings.items()}
-
-
 # Gate "identity", keys of selected tokens, 12.5% of them in blocks 1, 3 and 5.
 PAPER = mod.VARIANTS["paper"]
 THRESHOLD = PAPER | routed(causal_decision="threshold")

@@ -12,6 +12,7 @@ order of data. Parts, after a colon:
     context    rows of 1,024 tokens instead of 256, one seed
 """
 
+from efx.configs.mod import routed
 from efx.errors import UsageError
 
 BASE = {
@@ -29,10 +30,6 @@ POSITION = {"model.depth_routing.score": "position", "model.depth_routing.gate":
 ADAMW = {"optim.name": "adamw", "optim.learning_rate": 2e-3}
 # The square root of the capacity, for blocks that see an eighth of the tokens.
 SLOW_BLOCKS = SLOW | {"optim.lr_multipliers": ((r"layers/block_[1357]/(?!router).*", 0.125**0.5),)}
-
-
-def routed(**settings):
-    return {f"model.depth_routing.{name}": value for name, value in settings.items()}
 
 
 HALF, FULL = "dense, 4 deep", "dense, 8 deep"

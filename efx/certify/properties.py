@@ -1,7 +1,7 @@
 """The properties of a language model, and the interface of a model that they are held against.
 
-A property is a generator: its comparisons are (numbers [B, T] or a number, tokens [B, T], where),
-of which the largest number must be within the tolerance; arrays in `where` have an entry a row.
+A property is a generator of comparisons: (numbers [B, T] or a number, tokens [B, T], where). The
+largest number must be within the tolerance. Arrays in `where` have one entry for each row.
 Differences of logits are in standard deviations of the logits.
 """
 
@@ -371,7 +371,7 @@ def skipped_work(subject, seed):
 
 
 def residuals_once(subject, seed):
-    """A layer whose parts add nothing is the identity."""
+    """A layer without its parts is the identity."""
     tokens_BT = random_tokens(subject, seed)
     for name, parts in subject.layers.items():
         identity_BTV = subject.compute(tokens_BT, without=[name])

@@ -12,7 +12,7 @@ from flax import traverse_util
 
 from efx import io, models
 from efx.certify.properties import Subject, chunks, random_tokens, read, rows_of
-from efx.config.load import config_of_run
+from efx.config.load import config_of_model
 from efx.config.names import apply
 from efx.errors import UsageError, extra, first_line
 from efx.layers import flops
@@ -20,7 +20,6 @@ from efx.layers.block import Block
 from efx.layers.report import label
 from efx.models.parts import find_parts, switch_parts
 from efx.parallel import sharding
-from efx.run_dir import RunDir
 from efx.train import inference
 
 # ---- models of efx -----------------------------------------------------------------------------
@@ -135,9 +134,7 @@ def of_run(workdir, text=None):
     Args:
       text: str, for `sleeping_parts`; None: the held-out split.
     """
-    if RunDir(workdir).has_clustering:
-        raise UsageError(f"{workdir} is an ensemble of cBTM; use the run directory of one expert")
-    config = apply(config_of_run(workdir), {"train.dtype": "float32"}, f"{workdir}: ")
+    config = apply(config_of_model(workdir), {"train.dtype": "float32"}, f"{workdir}: ")
     splits = ("eval",) if text is None else ()
     built, _, params, variables = inference.restore(config, workdir, splits=splits)
     variables = jax.device_get({"params": params, **variables})

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils.flop_counter import FlopCounterMode
 
 from efx.certify.properties import LENGTH, Subject, random_tokens, rows_of
 from efx.errors import UsageError, first_line
@@ -16,13 +15,6 @@ from efx.errors import UsageError, first_line
 
 def _tensor(x):
     return torch.from_numpy(np.asarray(x, np.int64))
-
-
-def count_flops(function):
-    """FLOPs of the products that a call executes."""
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        function()
-    return counter.get_total_flops()
 
 
 def of_callable(function, vocab_size):

@@ -37,11 +37,10 @@ def evaluate(config, workdir, step=None, as_json=False):
     ensemble = Ensemble(to_config(config), workdir, step)
     runs = {"seed model": (ensemble.seed_folder, ensemble.seed_step)}
     table = score(ensemble, runs if ensemble.seed_folder else {})
-    text = (ensemble.workdir / "evaluation.md").read_text()
     if as_json:
         print(table.to_json(orient="index"))
     else:
-        tables.show(text)
+        tables.show((ensemble.workdir / "evaluation.md").read_text())
     return table.to_dict("index")
 
 

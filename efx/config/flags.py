@@ -66,8 +66,8 @@ _EXPECTED = {
 def parse(argv, usage="", config_for=None):
     """Parsed flags; `config` is the ConfigDict with all changes. None after --help and the like.
 
-    Without --config the config is that of the run in --workdir. The words of `efx MODE RUN`, either
-    of which may be left out, are --mode and --workdir.
+    Without --config the config is that of the run in --workdir. The words of `efx MODE RUN`, both
+    optional, are --mode and --workdir.
 
     Args:
       usage: text that --help prints before the list of flags.

@@ -94,6 +94,13 @@ def config_of_run(workdir, setting="--workdir"):
     return defaults(to_config(_with_tuples(recorded), io.folder(workdir) / run_dir.CONFIG_FILE))
 
 
+def config_of_model(workdir):
+    """`config_of_run`; UsageError for an ensemble, which is not one model."""
+    if run_dir.RunDir(workdir).has_clustering:
+        raise UsageError(f"{workdir} is an ensemble of cBTM; use the run directory of one expert")
+    return config_of_run(workdir)
+
+
 def _with_tuples(value):
     if isinstance(value, dict):
         return {key: _with_tuples(item) for key, item in value.items()}

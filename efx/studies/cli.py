@@ -2,8 +2,7 @@
 
 import re
 
-from efx import io, run_dir
-from efx.config.load import config_of_run
+from efx import io
 from efx.config.parser import Parser  # noqa: F401
 from efx.errors import UsageError
 
@@ -14,13 +13,6 @@ def numbers(flag, text):
     if not all(re.fullmatch(r"[0-9]{1,9}", part) for part in parts) or len({*parts}) < len(parts):
         raise UsageError(f"{flag}={text}: expected different numbers, e.g. 0,1,2")
     return tuple(map(int, parts))
-
-
-def config_of_model(workdir):
-    """Return the ConfigDict of a run; UsageError for an ensemble, which is not one model."""
-    if run_dir.RunDir(workdir).has_clustering:
-        raise UsageError(f"{workdir} is an ensemble of cBTM; use the run directory of one expert")
-    return config_of_run(workdir)
 
 
 def output_folder(out):

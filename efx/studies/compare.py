@@ -9,8 +9,8 @@ tokenizer; seeds, learning rates, looks, margin, levels and tests. It prints the
 models equivalent and to find a difference of the margin. `run` searches the same learning rates for
 every arm on a seed that is not used again, then trains to the next look; each call goes one look
 further until all tests are decided. It refuses a plan, code or text that has changed. `report`
-writes report.json, runs.csv and report.png. Runs of runs.csv count as finished without their
-directories: a comparison goes on elsewhere from this file.
+writes report.json, runs.csv and report.png. Rows of runs.csv count as finished runs, also
+without run directories, so this file resumes a comparison on another machine.
 
 An arm is a config, `mod:dense` or `NAME=mod:dense`; arguments after `--` go to every run. In a test
 A-B, below 0 the arm A is better. Each look tests at the levels of all looks (`statistics.levels`).
@@ -268,12 +268,11 @@ def rate_runs(contents, workdir):
     ]
 
 
-def best_rates(contents, workdir):
-    """Return {arm: its best learning rate}."""
+def best_rates(contents, workdir, results):
+    """Return {arm: its best learning rate}; results: `finished_rows` of `rate_runs`."""
     searched = rate_runs(contents, workdir)
     if not searched:
         return dict.fromkeys(contents["arms"], contents["rates"][0])
-    results = finished_rows(contents, workdir, searched)
     if len(results) < len(searched):
         raise UsageError(
             f"{workdir}: the runs that select learning rates have not finished; run the plan"
@@ -296,7 +295,7 @@ def final_runs(contents, workdir, rates, arms, seeds):
 
 
 def next_runs(contents, workdir, rates):
-    """Return the runs that the next look needs; [] if all tests are decided."""
+    """Return the missing runs of the next look; [] if all tests are decided."""
     arms, looks, reached = contents["arms"], contents["looks"], 0
     runs = final_runs(contents, workdir, rates, arms, contents["seeds"])
     table = finished_rows(contents, workdir, runs)
@@ -306,12 +305,12 @@ def next_runs(contents, workdir, rates):
         arms = [arm for arm in arms if any(arm in (r["name"], r["against"]) for r in rows)]
         reached = min((row["look"] for row in rows), default=looks[-1])
     look = next((n for n in looks if n > reached), 0)
-    return final_runs(contents, workdir, rates, arms, contents["seeds"][:look])
+    needed = final_runs(contents, workdir, rates, arms, contents["seeds"][:look])
+    return missing_runs(needed, table)
 
 
-def missing_runs(contents, workdir, runs):
-    """Return the runs without a row in `finished_rows`."""
-    table = finished_rows(contents, workdir, runs)
+def missing_runs(runs, table):
+    """Return the runs without a row in a table of `finished_rows`."""
     known = set(zip(table["name"], table.seed, table.rate, strict=True))
     return [run for run in runs if tuple(run.labels[key] for key in KEYS) not in known]
 
@@ -415,7 +414,8 @@ def run_command(arguments):
     known = workdir / "plan.json"
     if known.exists() and load(known)["sum"] != contents["sum"]:
         raise UsageError(f"--workdir={workdir}: has runs of another plan; use another directory")
-    searched = missing_runs(contents, workdir, rate_runs(contents, workdir))
+    searched = rate_runs(contents, workdir)
+    searched = missing_runs(searched, finished_rows(contents, workdir, searched))
     if arguments.print_commands and searched:
         runs_lib.print_commands(searched)
         return print("# these select the learning rates: rerun when they have finished")
@@ -423,8 +423,8 @@ def run_command(arguments):
     io.write_atomic(known, json.dumps(contents, indent=1) + "\n")
     print(runs_lib.MAY_DIVERGE_NOTE)
     runs_lib.run_all(searched, arguments.jobs)
-    rates = best_rates(contents, workdir)
-    missing = missing_runs(contents, workdir, next_runs(contents, workdir, rates))
+    results = finished_rows(contents, workdir, rate_runs(contents, workdir))
+    missing = next_runs(contents, workdir, best_rates(contents, workdir, results))
     if arguments.print_commands:
         return runs_lib.print_commands(missing)
     runs_lib.run_all(missing, arguments.jobs)
@@ -434,8 +434,8 @@ def run_command(arguments):
 def report_command(arguments):
     """Print the verdicts; write report.json, runs.csv and report.png."""
     contents, workdir = load(arguments.plan), _workdir(arguments)
-    rates = best_rates(contents, workdir)
     searched = finished_rows(contents, workdir, rate_runs(contents, workdir))
+    rates = best_rates(contents, workdir, searched)
     runs = final_runs(contents, workdir, rates, contents["arms"], contents["seeds"])
     table = finished_rows(contents, workdir, runs)
     if not len(table):

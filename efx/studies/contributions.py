@@ -23,6 +23,7 @@ import numpy as np
 import pandas as pd
 
 from efx import models
+from efx.config.load import config_of_model
 from efx.errors import UsageError
 from efx.logging import tables
 from efx.models.parts import find_parts, switch_parts
@@ -35,7 +36,7 @@ from efx.train.health import ASLEEP
 
 def measure(workdir, num_batches, step=None):
     """Return (DataFrame with a row for each part, held-out loss with all parts on)."""
-    config = cli.config_of_model(workdir)
+    config = config_of_model(workdir)
     built, _, params, variables = inference.restore(config, workdir, step, ("eval",))
     c, model = built.config, models.unrolled(built.model)
     variables = models.unroll_variables(built.model, {"params": params, **variables})

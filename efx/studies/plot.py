@@ -6,7 +6,7 @@ Runs of one study row, the directories NAME-seed<n>, are one curve: their mean, 
 standard deviation. --y and --x are columns of metrics.jsonl: eval/loss, train/loss,
 eval/bits_per_byte, mfu, ... over step, tokens, flops, flops_realised or seconds. Writes the picture
 as PNG and PDF, and the values of each run as CSV. Prints the last value of each row, with the
-settings in which the rows differ; rows whose last losses are not finite come last, as diverged.
+settings in which the rows differ; diverged rows come last.
 """
 
 import sys

@@ -22,6 +22,7 @@ import numpy as np
 import pandas as pd
 
 from efx import io, run_dir
+from efx.config.load import config_of_model
 from efx.errors import UsageError
 from efx.logging import read_metrics
 from efx.parallel import sharding
@@ -47,7 +48,7 @@ def map_of_run(workdir, text=None, tokens=512, step=None):
     """
     if text is None and tokens < 1:
         raise UsageError(f"--tokens={tokens}: must be at least 1")
-    config = cli.config_of_model(workdir)
+    config = config_of_model(workdir)
     splits = ("eval",) if text is None else ()
     built, step, params, variables = inference.restore(config, workdir, step, splits)
     variables = sharding.gather({"params": params, **variables})

@@ -179,7 +179,7 @@ def _run_missing(missing, jobs, overview):
 
 
 def start(run, cpus):
-    """Return the process of a run, whose command and output go to its log.
+    """Start a run with its command and output in its log; return its process.
 
     Args:
       cpus: its CPUs beside other runs; None: it has the machine to itself.

@@ -66,7 +66,9 @@ def _decide(plan, rows):
     for row, values in zip(rows, corrected.to_dict("records"), strict=True):
         if not row["is_final"]:
             row["verdict"] = statistics.verdict(values, levels)
-            row["is_final"] = row["verdict"] != "undecided" or row["ends"]
+            is_decided = row["verdict"] != "undecided"
+            row["is_final"] = is_decided or row["ends"]
+            row["note"] = "" if is_decided else row["note"]
 
 
 def _wait(rows):
@@ -74,7 +76,7 @@ def _wait(rows):
     blocking = None
     for row in rows:
         if blocking:
-            row |= {"verdict": "not tested", "is_final": blocking["is_final"]}
+            row |= {"verdict": "not tested", "note": "", "is_final": blocking["is_final"]}
         elif row["verdict"] == "undecided":
             blocking = row
 
@@ -166,7 +168,7 @@ def describe(plan, table, report):
             ends = {"d": row["difference"], "d_low": row["low"], "d_high": row["high"]}
             numbers = [tables.with_interval(ends, "d"), row["percent"]]
             numbers += [row["p"], row["equivalence_p"]]
-        note = f" ({row['note']})" if row["note"] and row["verdict"] == "undecided" else ""
+        note = f" ({row['note']})" if row["note"] else ""
         test = f"{row['name']} - {row['against']}"
         rows.append([test, row["look"], *numbers, row["verdict"] + note])
     for test, row in report["at_equal_gain"].items():

@@ -99,7 +99,7 @@ def test_rows_do_not_depend_on_each_other_in_training(name):
 
 @every_row(**CHEAP)
 def test_cached_decoding_is_the_full_forward(name, monkeypatch):
-    """Caches are read in blocks of 10 slots, of which the last overlaps the one before."""
+    """Caches are read in blocks of 10 slots; the last block overlaps the one before."""
     monkeypatch.setattr(attend, "_CACHE_BLOCK", 10)
     # The program for one token computes blocks for some rows only; chunks have padding.
     single = 1 if families.skips_tokens(families.build(name)) else 5

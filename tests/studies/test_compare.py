@@ -258,7 +258,7 @@ def test_the_page_from_plan_to_report(
     assert compare.main(run) == 0
     assert len(started) == (8 if row["is_final"] else 10)
 
-    # Rows of runs.csv stand for runs whose directories are gone.
+    # Without the run directories, rows of runs.csv count as finished runs.
     result, count = json.loads((tmp_path / "runs/compare/report.json").read_text()), len(started)
     for folder in [path for path in (tmp_path / "runs/compare").iterdir() if path.is_dir()]:
         shutil.rmtree(folder)
