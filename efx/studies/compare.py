@@ -277,12 +277,7 @@ def best_rates(contents, workdir, results):
         raise UsageError(
             f"{workdir}: the runs that select learning rates have not finished; run the plan"
         )
-    best = {}
-    for name, group in results.groupby("name", sort=False):
-        if group.loss.isna().all():
-            raise UsageError(f"{name}: no learning rate ends with a finite loss; plan smaller ones")
-        best[name] = float(group.rate[group.loss.idxmin()])
-    return best
+    return runs_lib.best_rates(results, "name")
 
 
 def final_runs(contents, workdir, rates, arms, seeds):

@@ -167,19 +167,6 @@ def points_of(runs):
     return table.reindex(columns=[*POINT, *PROVENANCE])
 
 
-def best_rates(points):
-    """Return {(family, size, budget): the rate of the lowest loss}."""
-    best = {}
-    for key, group in points.groupby(["family", "size", "budget"], sort=False):
-        if group.loss.isna().all():
-            raise UsageError(
-                f"{key[0]}, {key[1]}: no learning rate ends with a finite loss; add smaller ones "
-                "to learning_rates"
-            )
-        best[key] = group.rate[group.loss.idxmin()]
-    return best
-
-
 # ---- analysis ----------------------------------------------------------------------------------
 
 
@@ -345,7 +332,7 @@ def study(arguments):
         print("# these select the learning rates: rerun when they have finished")
         return
     selected = points_of(selecting)
-    final = final_runs(grid, workdir, extra, best_rates(selected))
+    final = final_runs(grid, workdir, extra, runs_lib.best_rates(selected, POINT[:3]))
     if arguments.print_commands:
         return runs_lib.print_commands(final)
     runs_lib.run_all(final, arguments.jobs)

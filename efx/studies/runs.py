@@ -343,6 +343,20 @@ def results(runs):
     return pd.DataFrame(rows)
 
 
+def best_rates(table, by):
+    """Return {group: the rate of its lowest loss}; UsageError if none of its losses is finite.
+
+    Args:
+      table: with columns loss and rate. by: columns that name a group.
+    """
+    best = {}
+    for group, rows in table.groupby(by, sort=False):
+        if rows.loss.isna().all():
+            raise UsageError(f"{group}: no learning rate ends with a finite loss; add smaller ones")
+        best[group] = float(rows.rate[rows.loss.idxmin()])
+    return best
+
+
 def text_digests(text_record, tokenizer):
     """Return {"text", "tokenizer": hash}; tokenizer: the checksum of its file."""
     text = run_dir.checksum(json.dumps(text_record, sort_keys=True))

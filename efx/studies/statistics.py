@@ -131,16 +131,23 @@ def levels(looks):
 
 
 def verdict(row, at):
-    """Return what a look says of a `difference`: "better" or "worse", "equivalent", "equivalent and
-    different", or "undecided". at: Levels. A difference that is not finite is "undecided".
+    """Return what a look says of a `difference`, or an array of it: "better" or "worse",
+    "equivalent", "equivalent and different", or "undecided", such as of one that is not finite.
+
+    Args:
+      at: Levels.
     """
-    is_equivalent = row["equivalence_p"] < at.equivalence
-    is_different = row["p"] / 2 < at.difference
-    if is_equivalent:
-        return "equivalent and different" if is_different else "equivalent"
-    if is_different:
-        return "better" if row["difference"] < 0 else "worse"
-    return "undecided"
+    is_equivalent = np.asarray(row["equivalence_p"] < at.equivalence)
+    is_different = np.asarray(row["p"] / 2 < at.difference)
+    is_better = is_different & (row["difference"] < 0)
+    outcomes = {
+        "equivalent and different": is_equivalent & is_different,
+        "equivalent": is_equivalent,
+        "better": is_better,
+        "worse": is_different,
+    }
+    found = np.select(list(outcomes.values()), list(outcomes), "undecided")
+    return found if found.ndim else str(found)
 
 
 def is_futile(std_a, std_b, look, margin=MARGIN):
@@ -162,22 +169,17 @@ def power(std, looks, *, true=0.0, margin=MARGIN, paired=False, draws=DRAWS, see
     """
     looks, rng = tuple(looks), np.random.default_rng(seed)
     at, rows = levels(looks), _draw(true, std, looks, paired, margin, draws, rng)
-    ended, is_running = dict.fromkeys(("better", "worse", "equivalent"), 0), np.ones(draws, bool)
+    ended, is_running = np.full(draws, "undecided", object), np.ones(draws, bool)
     seeds = np.full(draws, looks[-1])
     for look, (n, row) in enumerate(zip(looks, rows, strict=True)):
-        is_equivalent = row["equivalence_p"] < at.equivalence
-        is_different = ~is_equivalent & (row["p"] / 2 < at.difference)
-        for name, decided in (
-            ("equivalent", is_equivalent),
-            ("better", is_different & (row["difference"] < 0)),
-            ("worse", is_different & (row["difference"] > 0)),
-        ):
-            ended[name] += int(np.sum(is_running & decided))
-        ends = is_equivalent | is_different | is_futile(row["std_a"], row["std_b"], look, margin)
-        seeds[is_running & ends] = n
+        found = verdict(row, at)
+        ends = (found != "undecided") | is_futile(row["std_a"], row["std_b"], look, margin)
+        ended[is_running], seeds[is_running & ends] = found[is_running], n
         is_running &= ~ends
-    fractions = {name: count / draws for name, count in ended.items()}
-    return fractions | {"undecided": 1 - sum(fractions.values()), "seeds": float(seeds.mean())}
+    ended[ended == "equivalent and different"] = "equivalent"
+    outcomes = "better", "worse", "equivalent", "undecided"
+    fractions = {name: float(np.mean(ended == name)) for name in outcomes}
+    return fractions | {"seeds": float(seeds.mean())}
 
 
 def _draw(true, std, looks, paired, margin, draws, rng):

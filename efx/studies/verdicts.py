@@ -158,7 +158,8 @@ def multiples(table, ladder):
 
 def describe(plan, table, report):
     """Return the tables of arms and tests as Markdown, and what else there is to know."""
-    columns = [name for name in table if table[name].notna().any() and table[name].dtype == float]
+    numbers = table.select_dtypes(float).dropna(axis=1, how="all")
+    columns = [name for name in numbers if name != "flops"]  # equal in all runs
     arms = tables.means_markdown(table[["name", "seed", *columns]])
     titles = ["", "seeds", "difference (nats)", "%", "p", "p of equivalence", "verdict"]
     rows, lines = [], []

@@ -201,7 +201,8 @@ def test_published_points_with_searched_rates_are_those_of_their_grid(here):
         isoflop.load_grid("configs/sweeps/mod_evidence.py:rates"),
     )
     points, _ = tables.read_csv(pathlib.Path(f"results/{name}.csv"))
-    rates = isoflop.best_rates(points[points.seed == loaded["rate_seed"]])
+    selected = points[points.seed == loaded["rate_seed"]]
+    rates = runs_lib.best_rates(selected, ["family", "size", "budget"])
     runs = isoflop.rate_runs(loaded, "w", ()) + isoflop.final_runs(loaded, "w", (), rates)
     # Controls were not scores when these were measured.
     routed = [run for run in runs if run.config().model.depth_routing.score == "router"]
