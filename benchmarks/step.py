@@ -4,6 +4,7 @@ over eager PyTorch.
     python -m benchmarks.step                       every part, some minutes of 2 CPU cores
     python -m benchmarks.step --parts mod latent    some of them
     python -m benchmarks.step --quick               tiny sizes, seconds: only to see that it works
+    python -m benchmarks.step --configs mod:dense,smoke mod:smoke    configs as they are
 
 A step is a whole training step in float32: forward, loss, backward, clipping, optimiser. The models
 of a part take turns in one process; ratios are of medians, with the quartiles of single turns.
@@ -109,6 +110,8 @@ def main(argv=None):
     )
     parts = [*PARTS, "torch"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    help = "configs to time in place of the parts, the baseline first"
+    parser.add_argument("--configs", nargs="+", default=[], metavar="CONFIG", help=help)
     parser.add_argument("--vocab", type=int, default=256)
     parser.add_argument("--loss-chunk", type=int, default=0, help="config.train.loss_chunk")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each model")
@@ -117,13 +120,14 @@ def main(argv=None):
     args = parser.parse_args(argv)
     common.limit_cpus(args.threads)
     rounds = 3 if args.quick else args.steps
-    for part in args.parts:
+    for part in ["configs"] if args.configs else args.parts:
         if part == "torch":
             times = over_pytorch(args.quick, rounds)
             text = common.ratio(times["PyTorch"], times["efx"])
             print(f"\n== torch\ndense, tokens per second over eager PyTorch: {text}")
             continue
-        configs = configs_of(part, args.quick, args.loss_chunk)
+        configs = {source: load_config(source) for source in args.configs}
+        configs = configs or configs_of(part, args.quick, args.loss_chunk)
         steps = common.training_steps(configs, args.vocab, rounds)
         base = next(iter(steps.values()))
         rows = [

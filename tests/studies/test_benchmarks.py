@@ -25,6 +25,8 @@ def test_a_training_step_over_pytorch(capsys, one_device):
     assert step.main(["--quick", "--parts", "mod", "torch", "--threads=64"]) == 0
     shown = capsys.readouterr().out
     assert "MoD 12.5%" in shown and "over eager PyTorch" in shown
+    assert step.main(["--configs", "mod:smoke", "--steps=1", "--threads=64"]) == 0
+    assert "mod:smoke" in capsys.readouterr().out
 
 
 @pytest.mark.slow
