@@ -93,10 +93,7 @@ def plan(
         raise UsageError(f"{len(arms)} arms; a comparison needs two configs or more")
     first = next(iter(arms))
     tests = [tuple(test) for test in tests] or [(name, first) for name in arms if name != first]
-    git = run_dir.git_revision()
-    if git is None or git["dirty"]:
-        problem = "is not a git checkout" if git is None else "has uncommitted changes"
-        raise UsageError(f"efx {problem}, so a plan cannot name its code; commit it first")
+    git = _committed_code()
     described, texts = {}, {}
     for name, config in arms.items():
         config = _run({"flops": flops, "extra": list(extra)}, "", name, config, 0).config()
@@ -151,6 +148,16 @@ def plan(
     return contents | {"sum": _checksum(contents)}
 
 
+def _committed_code():
+    git = run_dir.git_revision()
+    if git is None or git["dirty"]:
+        problem = "is not a git checkout" if git is None else "has uncommitted or untracked files"
+        raise UsageError(
+            f"efx {problem}, so its revision does not name the code of a run; see git status"
+        )
+    return git
+
+
 def _check_numbers(flops, margin, looks, std, rate_seed):
     for name, value in (("flops", flops), ("margin", margin), ("sd", std)):
         if not (math.isfinite(value) and value > 0):
@@ -190,8 +197,7 @@ def check_unchanged(contents):
     """Raise UsageError unless code, settings, text and tokenizer are those of the plan."""
     from efx.data import load as load_data
 
-    git = run_dir.git_revision()
-    if git is None or git["dirty"] or git["code"] != contents["code"]:
+    if _committed_code()["code"] != contents["code"]:
         raise UsageError(
             f"efx is not at the code of the plan; check out {contents['revision']}, or make a new "
             "plan"
