@@ -332,7 +332,8 @@ def study(arguments):
         print("# these select the learning rates: rerun when they have finished")
         return
     selected = points_of(selecting)
-    final = final_runs(grid, workdir, extra, runs_lib.best_rates(selected, POINT[:3]))
+    rates = runs_lib.best_rates(selected, ["family", "size", "budget"])
+    final = final_runs(grid, workdir, extra, rates)
     if arguments.print_commands:
         return runs_lib.print_commands(final)
     runs_lib.run_all(final, arguments.jobs)

@@ -352,7 +352,8 @@ def best_rates(table, by):
     best = {}
     for group, rows in table.groupby(by, sort=False):
         if rows.loss.isna().all():
-            raise UsageError(f"{group}: no learning rate ends with a finite loss; add smaller ones")
+            label = group if isinstance(group, str) else ", ".join(map(str, group))
+            raise UsageError(f"{label}: no learning rate ends with a finite loss; add smaller ones")
         best[group] = float(rows.rate[rows.loss.idxmin()])
     return best
 
