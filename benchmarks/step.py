@@ -7,7 +7,7 @@ over eager PyTorch.
     python -m benchmarks.step --configs mod:dense,smoke mod:smoke    configs as they are
 
 A step is a whole training step in float32: forward, loss, backward, clipping, optimiser. The models
-of a part take turns in one process; ratios are of medians, with the quartiles of single turns.
+of a part take turns in one process; ratios are medians over turns, with quartiles.
 """
 
 import argparse
