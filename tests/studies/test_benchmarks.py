@@ -17,7 +17,7 @@ def test_models_take_turns_and_ratios_are_medians_of_turns():
     doubled, baseline = (
         common.Times(np.array(wall), np.ones(4)) for wall in ([2, 4, 20, 2], [1, 4, 10, 1])
     )
-    assert common.ratio(doubled, baseline) == "2.000 (1.750-2.000)"  # a slow turn is one of both
+    assert common.ratio(doubled, baseline) == "2.000 (1.750-2.000)"  # turn 3 is slow for both
 
 
 @pytest.mark.slow
