@@ -1,6 +1,7 @@
 """Arms and budgets of the pre-registered study, docs/results/mod_study.md.
 
     python -m efx.studies.compare run results/mod_study_12.json --jobs 2
+    python -m efx.studies.sweep --sweep configs/sweeps/mod_study.py --workdir runs/explored --jobs 2
     python -m efx.main --config configs/sweeps/mod_study.py:12,recipe --workdir runs/recipe
 
 Two rungs, before copying begins: 4 (TFLOPs, 32 wide) and 12 (48 wide); and for one GPU 1000 (192
@@ -14,8 +15,11 @@ every machine; the plans have its hash. Arms:
     attention       exploratory: only the attention of every second of 11 blocks is routed
     mlp             exploratory: only the MLP of every second of 11 blocks is routed
     recursion       exploratory: four blocks in three steps between the first and the last
+    skipped         exploratory: a third of the tokens pass the middle 25 of 27 blocks, 2506.21103
 
-At one rung all forward passes cost the same within 5%; runs have equal FLOPs.
+At one rung all forward passes cost the same within 5%; runs have equal FLOPs. The sweep trains the
+four exploratory arms at 12 TFLOPs. Their rates are those of the arms that they are variants of, the
+recipe or the paper's model.
 """
 
 import importlib.metadata
@@ -78,6 +82,9 @@ VARIANTS = {
         "model.depth_routing.kv_for_skipped": False,
     },
     "recursion": mod.VARIANTS["recursion"] | {"model.depth": 6},
+    "skipped": mod.PUBLISHED
+    | {"model.depth": 27}
+    | mod.routed(kind="recursion", recursions=1, capacity=(1 / 3,)),
 }
 
 
@@ -96,3 +103,22 @@ def get_config(arg=""):
     config = mod.get_config()
     common.apply(config, BASE)
     return common.variant(config, arg, **VARIANTS)
+
+
+def get_sweep():
+    rates = {"attention": 0.01, "mlp": 0.01, "recursion": 0.005, "skipped": 0.005}
+    return dict(
+        config="configs/sweeps/mod_study.py:12",
+        seeds=(0, 1, 2, 3),
+        equal="",
+        runs={
+            name: {"config": f"configs/sweeps/mod_study.py:12,{name}", "optim.learning_rate": rate}
+            for name, rate in rates.items()
+        },
+        columns={
+            "worth": "eval/router/worth",
+            "gate": "eval/router/gate_median",
+            "gain": "eval/repeated/gain",
+            "uncopied": "eval/uncopied_loss",
+        },
+    )
