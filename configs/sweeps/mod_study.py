@@ -4,9 +4,9 @@
     python -m efx.studies.sweep --sweep configs/sweeps/mod_study.py --workdir runs/explored --jobs 2
     python -m efx.main --config configs/sweeps/mod_study.py:12,recipe --workdir runs/recipe
 
-Two rungs, before copying begins: 4 (TFLOPs, 32 wide) and 12 (48 wide); and for one GPU 1000 (192
-wide, on more text), long after it. The text is the code of packages of pure Python, the same on
-every machine; the plans have its hash. Arms:
+Two rungs: 4 (TFLOPs, 32 wide), before copying begins, and 12 (48 wide), where some runs begin; and
+for one GPU 1000 (192 wide, on more text), long after it. The text is the code of packages of pure
+Python, the same on every machine; the plans have its hash. Arms:
 
     dense           9 dense blocks
     recipe          every second of 14 blocks computes 12.5%, by the recipe of gates.md
