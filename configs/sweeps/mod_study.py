@@ -15,11 +15,11 @@ Python, the same on every machine; the plans have its hash. Arms:
     attention       exploratory: only the attention of every second of 11 blocks is routed
     mlp             exploratory: only the MLP of every second of 11 blocks is routed
     recursion       exploratory: four blocks in three steps between the first and the last
-    skipped         exploratory: a third of the tokens pass the middle 25 of 27 blocks, 2506.21103
+    skipped         exploratory: the middle 25 of 27 blocks compute a third of the tokens
 
 At one rung all forward passes cost the same within 5%; runs have equal FLOPs. The sweep trains the
-four exploratory arms at 12 TFLOPs. Their rates are those of the arms that they are variants of, the
-recipe or the paper's model.
+four exploratory arms at 12 TFLOPs, without a search of rates: `attention` and `mlp` at the recipe's
+rate, the others at the rate of the dense and the paper's model.
 """
 
 import importlib.metadata
@@ -82,7 +82,7 @@ VARIANTS = {
         "model.depth_routing.kv_for_skipped": False,
     },
     "recursion": mod.VARIANTS["recursion"] | {"model.depth": 6},
-    "skipped": mod.PUBLISHED
+    "skipped": mod.PUBLISHED  # arXiv 2506.21103
     | {"model.depth": 27}
     | mod.routed(kind="recursion", recursions=1, capacity=(1 / 3,)),
 }
